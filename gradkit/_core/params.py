@@ -25,6 +25,8 @@ from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError,
 
 _requires_grad, _is_leaf, _dtype = map(attrgetter, ("requires_grad", "is_leaf", "dtype"))
 _PARAMETER = {nn.Parameter}  # which is always a leaf
+Tensors: TypeAlias = list[Tensor]
+Grads: TypeAlias = list[Tensor | None]  # of each variable, None where it is not reached
 CopyAll: TypeAlias = Callable[[list[Any]], Iterable[Any]]
 EXPANDED = (nn.Module, Iterator, ValuesView, Optimizer)  # what stands for its tensors
 DIFFERENTIABLE = "a floating-point or complex tensor"  # what errors say that they expect

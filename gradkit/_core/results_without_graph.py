@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 from operator import is_not
-from typing import Any, TypeAlias
+from typing import Any
 from weakref import ref
 
 import torch
@@ -19,9 +19,8 @@ from gradkit._compat.autograd import current_pass, run_in_place_of_backward
 from gradkit._compat.transforms import is_of_ended_transform, layers, recording_levels, transforms
 from gradkit._core.constant_function import attach
 from gradkit._core.graph import Subgraph, metadata
+from gradkit._core.params import Grads
 from gradkit._core.user_code import Cotangents, functions_alive, register_own_hooks, user_functions
-
-Grads: TypeAlias = list[Tensor | None]
 
 
 def with_zero_derivatives(grads: Iterable[Tensor | None], sources: Iterable[Tensor]) -> Grads:

@@ -3,9 +3,8 @@
 `value_and_grads` and `per_loss_grads` take a function where the eager calls take losses;
 `per_sample_grads`, the products `vjp`, `jvp`, `linearize`, `hvp` and `ggn_vp`, and
 `make_functional` complete them. They work on any tree, inside and around `torch.func.vmap`, `grad`,
-`jvp` and `jacrev`, and under `torch.compile(fullgraph=True)`. `check_grads` finds out whether the
-derivatives of a function are right; `staged_value_and_grads` differentiates the loss of a whole
-batch in chunks.
+`jvp` and `jacrev`, and under `torch.compile(fullgraph=True)`. `check_grads` tests the derivatives
+of a function; `staged_value_and_grads` differentiates the loss of a whole batch in chunks.
 """
 
 from gradkit.func._check_grads import check_grads

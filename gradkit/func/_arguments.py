@@ -10,20 +10,19 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from gradkit import errors
 from gradkit._compat.transforms import carries_graph, transforms
 from gradkit._core import call as options
-from gradkit._core import pytree
+from gradkit._core import params, pytree
 from gradkit._core.call import Unused
 from gradkit._core.ownership import grad_dtype, owned, zeros_for
-from gradkit._core.params import IsVariable, Params, is_number_leaf, read_params, why_empty
+from gradkit._core.params import Grads, IsVariable, Params, Tensors
 from gradkit._core.pytree import PyTree
 from gradkit._core.results_without_graph import (
     with_refused_derivatives,
     with_zero_derivatives,
     without_ended_graph,
 )
-from gradkit.errors import describe, message
+from gradkit.errors import LeafTypeError, OptionError, UnreachedParamError, describe, message
 
 ArgNums: TypeAlias = int | tuple[int, ...]
 _layout = attrgetter("layout")
@@ -70,7 +69,7 @@ class Arguments(Params):
 
     def grads_to_tree(
         self,
-        grads: list[Tensor | None],
+        grads: Grads,
         leading: tuple[int, ...] = (),
         *,
         losses: Sequence[Tensor] = (),
@@ -79,34 +78,19 @@ class Arguments(Params):
         """Return the result tree of gradients that this list alone refers to."""
         unreached = [index for index, grad in enumerate(grads) if grad is None]
         if self.unused == "error" and unreached:
-            where, expected = self.path(unreached[0]), "a path from every loss, with unused='error'"
-            got = "none: the loss was not computed from it, or the path is cut (detach(), .data, "
-            got += ".item(), no_grad)"
-            fix = "compute the losses from it, or pass it as an argument that argnums does not name"
-            raise errors.UnreachedParamError(message(where, expected, got, fix))
+            raise UnreachedParamError(message(self.path(unreached[0]), *_UNREACHED))
         result = _owned(grads, self.variables, leading)
         for index in unreached if self.unused == "zeros" else ():
             result[index] = zeros_for(self.variables[index], leading)
-        return self.to_tree(self._with_graphs(result, losses, refused), leading)
-
-    def _with_graphs(
-        self, grads: list[Tensor | None], losses: Sequence[Tensor], refused: str | None
-    ) -> list[Tensor | None]:
-        if torch.compiler.is_compiling():
-            return grads
-        if not any(map(carries_graph, losses)):
-            has_any = any(grad is not None and grad.requires_grad for grad in grads)
-            return list(map(without_ended_graph, grads)) if has_any else grads
-        if refused is not None:
-            return with_refused_derivatives(grads, losses, refused)
-        if not transforms() and all(grad is None or grad.requires_grad for grad in grads):
-            return grads
-        return with_zero_derivatives(grads, [*losses, *pytree.tensors(self.args)])
-
-    def refuse_sparse(self) -> None:
-        """Raise if a variable is a sparse tensor."""
-        fix = "pass its values, and make the sparse tensor in fn"
-        self.refuse_layouts({torch.strided}, "a dense tensor", fix)
+        if not torch.compiler.is_compiling():
+            recorded = [grad.requires_grad for grad in result if grad is not None]
+            if not any(map(carries_graph, losses)):
+                result = list(map(without_ended_graph, result)) if any(recorded) else result
+            elif refused is not None:
+                result = with_refused_derivatives(result, losses, refused)
+            elif transforms() or not all(recorded):
+                result = with_zero_derivatives(result, [*losses, *pytree.tensors(self.args)])
+        return self.to_tree(result, leading)
 
     def refuse_layouts(self, allowed: set[torch.layout], expected: str, fix: str) -> None:
         """Raise if a variable has none of these layouts."""
@@ -114,7 +98,22 @@ class Arguments(Params):
             index = [x.layout in allowed for x in self.variables].index(False)
             refused = self.variables[index]
             got = f"{describe(refused)}, {refused.layout}"
-            raise errors.LeafTypeError(message(self.path(index), expected, got, fix))
+            raise LeafTypeError(message(self.path(index), expected, got, fix))
+
+
+_UNREACHED = (
+    "a path from every loss, with unused='error'",
+    "none: the loss was not computed from it, or the path is cut (detach(), .data, .item(), "
+    "no_grad)",
+    "compute the losses from it, or pass it as an argument that argnums does not name",
+)
+# What torch.func can wrap, and what it can differentiate through views.
+_WRAPPED = (
+    {torch.strided, torch.sparse_coo},
+    "a dense tensor, or a sparse one of layout torch.sparse_coo",
+    "pass tensor.to_sparse(); or compute the loss eagerly: gradkit.value_and_grads(loss, w)",
+)
+_DENSE = {torch.strided}, "a dense tensor", "pass its values, and make the sparse tensor in fn"
 
 
 def read_arguments(
@@ -122,47 +121,39 @@ def read_arguments(
     argnums: ArgNums,
     root: str | None = None,
     unused: Unused = "zeros",
-    is_variable: IsVariable = is_number_leaf,
+    is_variable: IsVariable = params.is_number_leaf,
+    dense: bool = False,
 ) -> Arguments:
     """Check and flatten the arguments that a function is differentiated with respect to."""
-    # `root`: what errors call the one argument; by default `args[0]`.
+    # `root`: what errors call the one argument; by default `args[0]`. `dense`: none may be sparse.
     is_traced = torch.compiler.is_compiling()
     if unused != "zeros" and is_traced:
         expected = "'zeros' under torch.compile, which cannot tell what a loss reaches"
-        raise errors.OptionError(message("unused", expected, repr(unused), "unused='zeros'"))
-    positions = _positions(argnums, len(args))
-    single = isinstance(argnums, int)
+        raise OptionError(message("unused", expected, repr(unused), "unused='zeros'"))
+    positions, single = _positions(argnums, len(args)), isinstance(argnums, int)
     given = args[positions[0]] if single else {position: args[position] for position in positions}
     root = root or (f"args[{positions[0]}]" if single else "args")
-    flat = read_params(given, root, is_variable=is_variable)
+    flat = params.read_params(given, root, is_variable=is_variable)
     variables = flat.variables
     if not variables:
         where = root if single else ", ".join(f"args[{position}]" for position in positions)
-        text = message(
-            where, "a tensor to differentiate", *_why_none(args[positions[0]], positions)
-        )
-        raise errors.UnreachedParamError(text)
+        why = _why_none(args[positions[0]], positions)
+        raise UnreachedParamError(message(where, "a tensor to differentiate", *why))
     # torch.compile cannot read `grad_dtype`, and in a transform the tensor is another one.
     dtypes = [x.dtype if is_traced else grad_dtype(x) for x in variables]
-    facts = flat.slots, root, flat.no_subclasses, flat.only_leaves
-    arguments = Arguments(
-        flat.leaves, flat.spec, variables, *facts, args, positions, single, dtypes, unused
-    )
+    facts = flat.slots, root, flat.no_subclasses, flat.only_leaves, args, positions, single, dtypes
+    arguments = Arguments(flat.leaves, flat.spec, variables, *facts, unused)
     if not is_traced:
-        fix = "pass tensor.to_sparse(); or compute the loss eagerly: "
-        fix += "gradkit.value_and_grads(loss, w)"
-        expected = "a dense tensor, or a sparse one of layout torch.sparse_coo"
-        arguments.refuse_layouts(_WRAPPED, expected, fix)
+        arguments.refuse_layouts(*_WRAPPED)
+    if dense:
+        arguments.refuse_layouts(*_DENSE)
     return arguments
-
-
-_WRAPPED = {torch.strided, torch.sparse_coo}  # what torch.func can wrap
 
 
 def _why_none(first: object, positions: tuple[int, ...]) -> tuple[str, str]:
     is_empty_module = isinstance(first, nn.Module) and not list(first.parameters())
     if len(positions) == 1 and (isinstance(first, Iterator) or is_empty_module):
-        return why_empty(first)
+        return params.why_empty(first)
     return (
         "none (an empty tree, None, integers, or frozen parameters)",
         "name the arguments with argnums, and leave one parameter unfrozen",
@@ -174,14 +165,14 @@ def _positions(argnums: object, count: int) -> tuple[int, ...]:
         return (argnums,)
     if count == 0:
         expected, fix = "positional arguments of the call", "pass the params by position"
-        raise errors.OptionError(message("argnums", expected, "none in it", fix))
+        raise OptionError(message("argnums", expected, "none in it", fix))
     numbers = _check_argnums(argnums)
     positions = tuple(n + count if n < 0 else n for n in numbers)
     in_range = all(0 <= position < count for position in positions)
     if not in_range or len(set(positions)) < len(positions):
         expected = f"different positions among the {count} positional arguments of the call"
         fix = "pass what is differentiated by position, and name each position once"
-        raise errors.OptionError(message("argnums", expected, repr(argnums), fix))
+        raise OptionError(message("argnums", expected, repr(argnums), fix))
     return positions
 
 
@@ -191,7 +182,7 @@ def _check_argnums(argnums: object) -> tuple[int, ...]:
         return numbers
     expected = "an int or a tuple of ints"
     fix = "argnums=0; the params go to the function that the call returns: value_and_grads(fn)(w)"
-    raise errors.OptionError(message("argnums", expected, describe(argnums), fix))
+    raise OptionError(message("argnums", expected, describe(argnums), fix))
 
 
 def check_options(
@@ -204,14 +195,12 @@ def check_options(
     """Raise if what all functions of functions take is no function, or has no such value."""
     options.check_function(fn)
     _check_argnums(argnums)
-    options.check_bool("has_aux", has_aux)
+    options.check_option("has_aux", has_aux, (False, True))
     options.check_option("unused", unused, options.UNUSED)
-    options.check_optional_bool("create_graph", create_graph)
+    options.check_option("create_graph", create_graph, (None, False, True))
 
 
-def _owned(
-    grads: list[Tensor | None], variables: Sequence[Tensor], leading: tuple[int, ...] = ()
-) -> list[Tensor | None]:
+def _owned(grads: Grads, variables: Sequence[Tensor], leading: tuple[int, ...]) -> Grads:
     """Return gradients that share memory with nothing; nothing but the list may refer to them."""
     # In a transform, and while torch.compile traces, nobody can tell what shares memory.
     if transforms() or any(grad is not None and grad.requires_grad for grad in grads):
@@ -228,11 +217,10 @@ def _owned(
     return [x if x is None else next(copies) for x in grads]
 
 
-def copied(tensors: Sequence[Tensor], buffers: Sequence[Tensor] | None = None) -> list[Tensor]:
+def copied(tensors: Sequence[Tensor], buffers: Sequence[Tensor] | None = None) -> Tensors:
     """Return copies that share no memory, in these buffers where torch.compile traces."""
-    if not tensors or not torch.compiler.is_compiling():
-        return [tensor.clone() for tensor in tensors]
-    if transforms() or any(tensor.requires_grad for tensor in tensors):
+    is_eager = not tensors or not torch.compiler.is_compiling()
+    if is_eager or transforms() or any(tensor.requires_grad for tensor in tensors):
         return [tensor.clone() for tensor in tensors]
     # By one operation for all: of several clones of one tensor, inductor makes one.
     into = [torch.empty_like(tensor) for tensor in tensors] if buffers is None else list(buffers)

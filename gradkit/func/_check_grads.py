@@ -41,11 +41,13 @@ forward_ad: Any = _forward_ad  # whose functions have no types
 Tensors: TypeAlias = Sequence[Tensor]
 Function: TypeAlias = Callable[[Tensors], Tensors]
 Mode = Literal["reverse", "forward"]
+# Of the number of a leaf, or None for all: its path, and the operation that leads to it.
+Names: TypeAlias = Callable[[int | None], tuple[str, str | None]]
 Kind: TypeAlias = tuple[tuple[str, ...], str, bool]  # modes from the innermost, API, varying or not
 
 _BOTH = ("reverse", "forward")
 # torch.func cannot enter every function, and for some it runs other formulas than the engine.
-APIS = ("torch.autograd", "torch.func")
+_APIS = ("torch.autograd", "torch.func")
 _STEPS = (1.0, 1 / 30, 30.0)  # a derivative that is wrong is so at each: no kink, no rounding
 _ROUNDING = 16 * torch.finfo(torch.float64).eps  # of what a function computes, roughly
 _KINK = 1e-2  # how much two finite differences may differ where there is none
@@ -103,8 +105,7 @@ def check_grads(
     """
     check_function(fn)
     _check_options(order, modes, atol=atol, rtol=rtol, eps=eps)
-    arguments = read_arguments(args, argnums, is_variable=_is_variable)
-    arguments.refuse_sparse()
+    arguments = read_arguments(args, argnums, is_variable=_is_variable, dense=True)
     captured = captured_by((fn, args))
     with leave_inference_mode(record=True):
         leaves, spec = pytree.flatten(arguments.args)
@@ -113,7 +114,7 @@ def check_grads(
 
         def flat(inputs: Tensors) -> Tensors:
             returned = pytree.tensors(fn(*here.args_with(inputs)))
-            return _dense(filter(is_number, returned))
+            return _dense(filter(_is_number, returned))
 
         snapshot = Snapshot(captured, [*pytree.tensors(args), *filter(torch.is_tensor, captured)])
         options = tuple(dict.fromkeys(modes)), atol, rtol, eps
@@ -151,17 +152,16 @@ def _check_options(order: object, modes: Any, **positive: Any) -> None:
 
 
 def _is_variable(leaf: object, where: Callable[[], str]) -> bool:
-    return is_number(leaf) and not (isinstance(leaf, nn.Parameter) and not leaf.requires_grad)
+    return _is_number(leaf) and not (isinstance(leaf, nn.Parameter) and not leaf.requires_grad)
 
 
-def is_number(x: object) -> bool:
-    """Return whether this is a floating-point or complex tensor."""
+def _is_number(x: object) -> bool:
     return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 
 def _in_double(x: Any) -> Any:
     if isinstance(x, Tensor):
-        dtype = torch.promote_types(x.dtype, torch.float64) if is_number(x) else x.dtype
+        dtype = torch.promote_types(x.dtype, torch.float64) if _is_number(x) else x.dtype
         return x.detach().to(dtype, copy=True)
     return deepcopy(x).double() if isinstance(x, nn.Module) else x
 
@@ -197,10 +197,8 @@ def _graph_in_double(at: Derivatives, original: Callable[[], Any]) -> tuple[Subg
 
 def _not_in_double(got: str) -> errors.StructureError:
     expected = "a function that computes in float64 from float64 copies of its arguments"
-    fix = (
-        "leave out casts, and pass the tensors and modules that it uses as arguments, "
-        "check_grads(fn, params, module), or call module.double()"
-    )
+    fix = "leave out casts, and pass the tensors and modules that it uses as arguments, "
+    fix += "check_grads(fn, params, module), or call module.double()"
     return errors.StructureError(message("fn", expected, got, fix))
 
 
@@ -214,14 +212,14 @@ def _last_operation(graph: Subgraph, leaf: Tensor) -> str | None:
     return names.pop() if len(names) == 1 else None
 
 
-def random_like(seed: int, values: Tensors, *, varying: bool = False) -> list[Tensor]:
+def _random_like(seed: int, values: Tensors, *, varying: bool = False) -> list[Tensor]:
     """Return the random tensors of a seed; `varying` ones depend on the values, too."""
     source = torch.Generator().manual_seed(seed)
     parts = [torch.randn(x.shape, dtype=x.dtype, generator=source).to(x.device) for x in values]
     return [r * (1 + x) for r, x in zip(parts, values, strict=True)] if varying else parts
 
 
-def dot(a: Tensors, b: Tensors) -> float:
+def _dot(a: Tensors, b: Tensors) -> float:
     """Return the real inner product of two lists of tensors."""
     return sum(float((x.conj() * y).real.sum()) for x, y in zip(a, b, strict=True))
 
@@ -230,9 +228,7 @@ def _dense(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [x if x.layout == torch.strided else x.to_dense() for x in tensors]
 
 
-def differentiate(
-    fn: Function, mode: str, api: str, direction: Function, inputs: Tensors
-) -> list[Tensor]:
+def _differentiate(fn: Function, mode: str, api: str, along: Function, inputs: Tensors) -> Tensors:
     """Return a derivative of fn along a direction, of its outputs in reverse mode."""
 
     def as_tuple(*xs: Tensor) -> tuple[Tensor, ...]:
@@ -240,17 +236,17 @@ def differentiate(
 
     if mode == "reverse" and api == "torch.func":
         outputs, pull = vjp(as_tuple, *inputs)  # type: ignore[misc]
-        return _dense(pull(tuple(direction(outputs))))
+        return _dense(pull(tuple(along(outputs))))
     if api == "torch.func":
-        return _dense(jvp(as_tuple, tuple(inputs), tuple(direction(inputs)))[1])
+        return _dense(jvp(as_tuple, tuple(inputs), tuple(along(inputs)))[1])
     pairs: Iterable[tuple[Tensor, Tensor | None]]
     if mode == "reverse":
         nested = any(x.requires_grad or is_dual(x) for x in inputs)
         outputs = fn([x.requires_grad_() for x in inputs])
-        grads = inner_grads(outputs, inputs, direction(outputs), create_graph=nested)
+        grads = inner_grads(outputs, inputs, along(outputs), create_graph=nested)
         pairs = zip(inputs, grads, strict=True)
     else:
-        tangents = tuple(direction(inputs))
+        tangents = tuple(along(inputs))
         with forward_ad.dual_level(), INSIDE:
             outputs = fn(list(map(forward_ad.make_dual, inputs, tangents)))
             pairs = list(map(forward_ad.unpack_dual, outputs))
@@ -278,9 +274,7 @@ class Derivatives:
         with self.isolated(), torch.enable_grad(), DifferentiatedJvps(), INSIDE:
             return [x.detach() for x in fn(inputs)]
 
-    def first_error(
-        self, order: int, names: Callable[[int | None], tuple[str, str | None]]
-    ) -> errors.GradientCheckError | None:
+    def first_error(self, order: int, names: Names) -> errors.GradientCheckError | None:
         """Return the error for the first derivative, up to an order, that is wrong."""
         at = self
         for degree in range(1, order + 1):
@@ -303,7 +297,7 @@ class Derivatives:
         """Return the derivatives of an order that torch can run; raise if there are none."""
         values: dict[Kind, float] = {}
         failures: list[Exception] = []
-        for modes, api in product(product(self.modes, repeat=degree), APIS):
+        for modes, api in product(product(self.modes, repeat=degree), _APIS):
             for kind in ((modes, api, True), (modes, api, False)):
                 try:
                     values[kind] = self._value(kind)
@@ -327,19 +321,19 @@ class Derivatives:
         """Return the derivative below the last; the directions of its inputs and its outputs."""
         fn, (modes, api, varying) = self.fn, kind
         for number, mode in enumerate(modes[:-1]):
-            direction = partial(random_like, 2 * number + (mode == "reverse"), varying=varying)
-            fn = partial(differentiate, fn, mode, api, direction)
-        every = random_like(2 * len(modes) - 2, self.point)
+            direction = partial(_random_like, 2 * number + (mode == "reverse"), varying=varying)
+            fn = partial(_differentiate, fn, mode, api, direction)
+        every = _random_like(2 * len(modes) - 2, self.point)
         tangents = [x if leaf in (None, index) else x * 0 for index, x in enumerate(every)]
-        return fn, tangents, partial(random_like, 2 * len(modes) - 1)
+        return fn, tangents, partial(_random_like, 2 * len(modes) - 1)
 
     def _value(self, kind: Kind, leaf: int | None = None) -> float:
         """Return what torch gives along the direction of the last mode, or its part in a leaf."""
         (*_, mode), api, _ = kind
         fn, tangents, weights = self._below(kind, leaf)
         direction = weights if mode == "reverse" else lambda _: tangents
-        values = self.evaluate(partial(differentiate, fn, mode, api, direction))
-        return dot(values, tangents if mode == "reverse" else weights(values))
+        values = self.evaluate(partial(_differentiate, fn, mode, api, direction))
+        return _dot(values, tangents if mode == "reverse" else weights(values))
 
     def _differences(self, kind: Kind, leaf: int | None, scale: float) -> list[float]:
         """Return a finite difference, those ahead and behind, and how much may be rounding."""
@@ -347,7 +341,7 @@ class Derivatives:
         if self.symmetric:
             pairs = zip(self.point, tangents, strict=True)
             tangents = [(t + t.mH) / 2 if _is_symmetric(x) else t for x, t in pairs]
-        step = self.eps * scale / (sqrt(dot(tangents, tangents)) or 1.0)
+        step = self.eps * scale / (sqrt(_dot(tangents, tangents)) or 1.0)
         shifts = ([step * sign * t for t in tangents] for sign in (1, 0, -1))
         try:
             ahead, here, behind = (self.evaluate(fn, shift) for shift in shifts)
@@ -356,9 +350,9 @@ class Derivatives:
                 raise
             return [nan] * 4
         weights = weigh(here)
-        one = dot(weights, list(map(torch.sub, ahead, here))) / step
-        other = dot(weights, list(map(torch.sub, here, behind))) / step
-        size = dot([x.abs() for x in weights], [x.abs() for x in here]) / step
+        one = _dot(weights, list(map(torch.sub, ahead, here))) / step
+        other = _dot(weights, list(map(torch.sub, here, behind))) / step
+        size = _dot([x.abs() for x in weights], [x.abs() for x in here]) / step
         return [(one + other) / 2, one, other, _ROUNDING * size]
 
     def _agrees(self, kind: Kind, value: float, leaf: int | None = None) -> bool:
@@ -369,9 +363,7 @@ class Derivatives:
                 return True
         return False
 
-    def _error_of(
-        self, kind: Kind, agreeing: list[str], names: Callable[[int | None], tuple[str, str | None]]
-    ) -> errors.GradientCheckError:
+    def _error_of(self, kind: Kind, agreeing: list[str], names: Names) -> errors.GradientCheckError:
         """Return the error for a wrong derivative, at the leaf where it is farthest off."""
         gap, leaf, got = -1.0, None, self._value(kind)
         for index in range(len(self.point)):

@@ -12,33 +12,27 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from numbers import Number
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
 from torch.func import vjp
 
-from gradkit import errors
 from gradkit._autograd import engine
 from gradkit._autograd.passes import InnerPass
 from gradkit._checks.higher_derivatives import refuse_wrong_derivative
-from gradkit._compat.transforms import (
-    TensorLists,
-    detach_keep_tangent,
-    differentiated,
-    level_of,
-    recording_levels,
-    run_in_level,
-)
+from gradkit._compat import transforms as torch_func
+from gradkit._compat.transforms import TensorLists, differentiated, level_of, recording_levels
 from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
 from gradkit._core.call import Losses, read_losses, read_weights
 from gradkit._core.graph import Subgraph
 from gradkit._core.ownership import PLAIN_TYPES, leave_inference_mode
+from gradkit._core.params import Grads, Tensors
 from gradkit._core.pytree import PyTree, Structure
 from gradkit._core.user_code import functions_alive, hooks_made, user_functions
 from gradkit._torch_bugs.monitor import OpMonitor, active_monitors
-from gradkit.errors import describe, message
+from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError, describe, message
 from gradkit.func._arguments import Arguments, copied
 from gradkit.func._errors import independent, named_errors
 from gradkit.func._vmap_or_loop import BatchableOps
@@ -55,7 +49,7 @@ class LevelPasses:
     option: bool | None  # create_graph. False: no graph. True: a wrong derivative raises at once
     in_transform: bool  # a transform around the level differentiates its results
     eager: bool  # eager code records what it computes
-    variables: list[Tensor]  # the level's tensors to differentiate with respect to
+    variables: Tensors  # the level's tensors to differentiate with respect to
     level: int | None  # its number; None while torch.compile traces, which cannot tell
     hooked: bool = False  # fn has registered hooks, which may use tensors that its losses do not
     refused: str | None = None  # why a derivative that eager code may take would be wrong
@@ -78,10 +72,10 @@ class LevelPasses:
         self,
         outputs: Sequence[Tensor],
         seeds: Sequence[Tensor | None],
-        variables: list[Tensor],
+        variables: Tensors,
         *,
         retain: bool,
-    ) -> list[Tensor | None]:
+    ) -> Grads:
         """Return the gradients of a weighted sum of outputs, from one engine pass."""
         pairs = [p for p in zip(outputs, seeds, strict=True) if self.depends(p[0])]
         roots, cotangents = [output for output, _ in pairs], [seed for _, seed in pairs]
@@ -92,20 +86,16 @@ class LevelPasses:
         return self.guarded(run, roots, weights, variables)
 
     def guarded(
-        self,
-        run: Callable[..., list[Tensor | None]],
-        roots: list[Tensor],
-        weights: list[Tensor],
-        variables: list[Tensor],
-    ) -> list[Tensor | None]:
+        self, run: Callable[..., Grads], roots: Tensors, weights: Tensors, variables: Tensors
+    ) -> Grads:
         """Return the gradients of the pass `run(create=...)`, if they are right."""
         # Without a graph, what differentiates the gradients would take them for constants.
-        keep = self.option
+        keep, traced = self.option, self.level is None
         if keep is None:
-            every = [*roots, *weights]
-            is_eager = self.eager if self.level is None else _records_eagerly(every)
+            every = (*roots, *weights)  # level 0 is eager code, around all transforms
+            is_eager = self.eager if traced else any(0 in recording_levels(x) for x in every)
             keep = self.in_transform or is_eager
-        if self.level is None:
+        if traced:
             return run(create=keep)
         below = Subgraph(roots)
         inner = InnerPass("the loss", self.path, variables, below, weights)
@@ -115,7 +105,7 @@ class LevelPasses:
             keep = self._check_derivative(below, variables)
         try:
             return inner.guarded(partial(run, create=keep), create_graph=keep)
-        except errors.UnsupportedGraphError as error:
+        except UnsupportedGraphError as error:
             if not keep or self.option or self.in_transform:
                 raise
             self.refused = str(error)
@@ -127,9 +117,9 @@ class LevelPasses:
             return False
         return self.hooked or (functions_alive().users and bool(user_functions(below.kinds)))
 
-    def _check_derivative(self, below: Subgraph, variables: list[Tensor]) -> bool:
+    def _check_derivative(self, below: Subgraph, variables: Tensors) -> bool:
         """Return whether a pass may record its graph; a derivative to come may be refused."""
-        is_eager = _records_eagerly(below.roots)
+        is_eager = any(0 in recording_levels(root) for root in below.roots)
         if not (is_eager or self.in_transform or self.option):
             return True  # only weights are recorded, in which the gradients are linear
         keep = self.allows(
@@ -144,32 +134,24 @@ class LevelPasses:
         """Run `check`, which raises for a wrong derivative; return whether none was refused."""
         try:
             check()
-        except errors.UnsupportedGraphError as error:
+        except UnsupportedGraphError as error:
             if may_differentiate or self.option:
                 raise
             self.refused = str(error)
         return self.refused is None
 
-    def batched_grads(
-        self, output: Tensor, seeds: Tensor, variables: list[Tensor]
-    ) -> list[Tensor | None]:
+    def batched_grads(self, output: Tensor, seeds: Tensor, variables: Tensors) -> Grads:
         """Return stacked gradients for a batch of cotangents, from one vmapped pass."""
-        return engine.vmapped_grads(
-            lambda seed: (self.grads([output], [seed], variables, retain=True), []), seeds
-        )[0]
-
-
-def _records_eagerly(tensors: Iterable[Tensor]) -> bool:
-    """Return whether eager code, around all transforms, records one of some tensors."""
-    return any(0 in recording_levels(tensor) for tensor in tensors)
+        one = partial(self.grads, [output], variables=variables, retain=True)
+        return engine.vmapped_grads(lambda seed: (one([seed]), []), seeds)[0]
 
 
 class LevelResult(NamedTuple):
     """The results of a level."""
 
-    values: list[Tensor]  # the losses
+    values: Tensors  # the losses
     spec: Structure  # of the losses
-    grads: list[list[Tensor | None]]  # the lists asked for, often one for each variable
+    grads: list[Grads]  # the lists asked for, often one for each variable
     aux: PyTree
     refused: str | None  # why a derivative of the results would be wrong
 
@@ -178,7 +160,7 @@ def differentiate(
     fn: Callable[..., Any],
     arguments: Arguments,
     kwargs: dict[str, Any],
-    run: Callable[[Losses, LevelPasses], Sequence[Sequence[Tensor | None]]],
+    run: Callable[[Losses, LevelPasses], list[Grads]],
     *,
     has_aux: bool,
     create_graph: bool | None,
@@ -208,9 +190,8 @@ def differentiate(
                 returned = ops.values(returned)
             hooked = level is not None and hooks_made() > made
             losses, aux = read_returned(returned, has_aux=has_aux, scalar=scalar)
-        passes = LevelPasses(
-            monitor, arguments.path, option, in_transform, eager, list(tensors), level, hooked
-        )
+        facts = option, in_transform, eager, list(tensors), level, hooked
+        passes = LevelPasses(monitor, arguments.path, *facts)
         if not any(map(passes.depends, losses.leaves)):
             raise independent(losses.first_paths())
         if monitor.is_nested and level is not None:
@@ -223,7 +204,7 @@ def differentiate(
         outside.extend((losses.spec, put_aux_back, passes.refused))
         return [losses.leaves, tensors_of_aux, *grads]
 
-    enter = _trace_level if torch.compiler.is_compiling() else run_in_level
+    enter = _trace_level if torch.compiler.is_compiling() else torch_func.run_in_level
     with leave_inference_mode(record=True), enabled, INSIDE:
         point = cut(arguments.variables)
         values, tensors_of_aux, *grads = named_errors(lambda: enter(inside, point))
@@ -234,14 +215,15 @@ def differentiate(
     return LevelResult(values, spec, grads, put_aux_back(tensors_of_aux), refused)
 
 
+Cut: TypeAlias = Callable[[Iterable[Tensor]], Tensors]
+
+
 def views_of(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
     """Return views of the tensors of a level, and copies of sparse ones: torch views none."""
     return tuple(x.view_as(x) if x.layout == torch.strided else x.clone() for x in tensors)
 
 
-def cut_of(
-    create_graph: bool | None,
-) -> tuple[Callable[[Iterable[Tensor]], list[Tensor]], AbstractContextManager[object]]:
+def cut_of(create_graph: bool | None) -> tuple[Cut, AbstractContextManager[object]]:
     """Return what cuts a call's tensors from their graphs, or `list`; and what it runs under."""
     # Detached, and not under no_grad: below a level of torch.func, operators would take that for
     # inference (the LSTM of the CPU keeps nothing for its backward pass then).
@@ -252,14 +234,14 @@ def cut_of(
     return detached_but_tangents, torch.enable_grad()
 
 
-def detached(tensors: Iterable[Tensor]) -> list[Tensor]:
+def detached(tensors: Iterable[Tensor]) -> Tensors:
     """Return tensors without a graph."""
     return [tensor.detach() for tensor in tensors]
 
 
-def detached_but_tangents(tensors: Iterable[Tensor]) -> list[Tensor]:
+def detached_but_tangents(tensors: Iterable[Tensor]) -> Tensors:
     """Return tensors without a graph, with the tangents that forward mode around them gives."""
-    detach = Tensor.detach if torch.compiler.is_compiling() else detach_keep_tangent
+    detach = Tensor.detach if torch.compiler.is_compiling() else torch_func.detach_keep_tangent
     return list(map(detach, tensors))
 
 
@@ -269,7 +251,7 @@ def _trace_level(
     """Do what `run_in_level` does, in a way that torch.compile traces."""
     put_back: list[Callable[[Iterable[Tensor]], PyTree]] = []
 
-    def inside(*tensors: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def inside(*tensors: Tensor) -> tuple[Tensor, Tensors]:
         # Views: in a Function's `apply`, torch.compile would take the inputs of vjp for constants.
         lists = fn(views_of(tensors), None)
         flat, close = pytree.partition_tensors([list(part) for part in lists])
@@ -282,20 +264,19 @@ def _trace_level(
 
 def gradient_of_the_sum(
     losses: Losses, passes: LevelPasses, *, weights: PyTree = None, may_be_aux: bool
-) -> list[list[Tensor | None]]:
+) -> list[Grads]:
     """Run one pass from all losses together, with weights; a `run` for `differentiate`."""
-    may_be_aux = may_be_aux and weights is None
-    if may_be_aux and losses.spec.type is tuple and losses.spec.num_children == 2:
-        # A bare pair: summed, a metric in it would change the gradient silently.
+    is_pair = losses.spec.type is tuple and losses.spec.num_children == 2
+    if may_be_aux and weights is None and is_pair:
+        # Summed, a metric in it would change the gradient silently.
         expected = "one loss, or several that are meant to be summed"
+        fix = "if the second is no loss, return the first alone, or pass has_aux=True to a call "
+        fix += "that takes it; if both are losses, return a list of them"
         got = "a tuple of two, which may be (loss, aux)"
-        fix = (
-            "if the second is no loss, return the first alone, or pass has_aux=True to a call that "
-            "takes it; if both are losses, return a list of them"
-        )
-        raise errors.StructureError(message("fn", expected, got, fix))
-    seeds: list[Tensor | None] = [None] * len(losses.leaves)
-    for index, weight in enumerate(read_weights(weights, losses) or ()):
+        raise StructureError(message("fn", expected, got, fix))
+    seeds: Grads = [None] * len(losses.leaves)
+    given = None if weights is None else read_weights(weights, losses)
+    for index, weight in enumerate(given or ()):
         loss = losses.leaves[index]
         if isinstance(weight, Tensor):  # a copy: a gradient may be its cotangent itself
             seeds[index] = weight.reshape(loss.shape).to(loss).clone()
@@ -304,7 +285,7 @@ def gradient_of_the_sum(
     return [passes.grads(losses.leaves, seeds, passes.variables, retain=False)]
 
 
-def cast_to(dtypes: Sequence[torch.dtype], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+def cast_to(dtypes: Sequence[torch.dtype], grads: Sequence[Tensor | None]) -> Grads:
     """Return gradients in these dtypes."""
     return [
         grad if grad is None or grad.dtype == dtype else grad.to(dtype)
@@ -327,7 +308,7 @@ def parts_of(returned: Any, where: str, names: Sequence[str], why: str = "") -> 
     if not isinstance(returned, tuple) or len(returned) != len(names):
         listed = ", ".join(names)
         expected, fix = f"({listed}){why}", f"return {listed}"
-        raise errors.StructureError(message(where, expected, describe(returned), fix))
+        raise StructureError(message(where, expected, describe(returned), fix))
     return returned
 
 
@@ -337,10 +318,10 @@ def require_tensor_or_constant(leaf: object, where: Callable[[], str], fix: str)
         return
     expected = "a tensor, or a constant: a number, text, a function, a module"
     got = f"{describe(leaf)}, which is no tree that optree knows"
-    raise errors.LeafTypeError(message(where(), expected, got, fix))
+    raise LeafTypeError(message(where(), expected, got, fix))
 
 
-def partition_aux(aux: PyTree) -> tuple[list[Tensor], Callable[[Iterable[Tensor]], PyTree]]:
+def partition_aux(aux: PyTree) -> tuple[Tensors, Callable[[Iterable[Tensor]], PyTree]]:
     """Do as `partition_tensors`; raise if a leaf is neither a tensor nor a constant."""
     leaves, spec = pytree.flatten(aux)
     fix = "return a dict; or register the class: optree.register_pytree_node"

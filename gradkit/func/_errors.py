@@ -11,10 +11,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from gradkit import errors
 from gradkit._compat.transforms import BATCH, BATCH_FAILURES, transforms
 from gradkit._torch_bugs.missing import missing_derivative, way_out_of
-from gradkit.errors import message
+from gradkit.errors import DetachedLossError, GradkitError, UnsupportedGraphError, message
 
 R = TypeVar("R")
 _MAKE_FUNCTIONAL = "call, params, buffers = gradkit.func.make_functional(module)"
@@ -32,7 +31,7 @@ def named_errors(run: Callable[[], R], *, nested: bool = False) -> R:
         why = _why_refused(error, nested)
         if why is None:
             raise
-        raise errors.UnsupportedGraphError(message("fn", *why)) from error
+        raise UnsupportedGraphError(message("fn", *why)) from error
 
 
 def _why_refused(error: Exception, nested: bool) -> tuple[str, str, str] | None:
@@ -47,7 +46,7 @@ def _why_refused(error: Exception, nested: bool) -> tuple[str, str, str] | None:
     if hook is not None:
         return _DIFFERENTIABLE, hook, _REMOVE
     text = str(error).partition("\n")[0].rstrip(".")
-    if not isinstance(error, errors.GradkitError):
+    if not isinstance(error, GradkitError):
         reason = missing_derivative(error)
         if reason is not None:
             return reason
@@ -73,7 +72,7 @@ def _module_of(frame: FrameType) -> str:
 def _control_flow(error: Exception) -> str | None:
     """Return the name of torch's control flow that raised an error of its own, if it did."""
     modules = [_module_of(frame) for frame in _frames(error)]
-    if isinstance(error, errors.GradkitError) or not modules[-1].startswith("torch."):
+    if isinstance(error, GradkitError) or not modules[-1].startswith("torch."):
         return None
     names = (module.removeprefix(_HIGHER_ORDER) for module in modules if _HIGHER_ORDER in module)
     return next((name for name in names if name in _IN_ITS_PLACE), None)
@@ -239,7 +238,7 @@ _KNOWN = {
 }
 
 
-def independent(where: str) -> errors.DetachedLossError:
+def independent(where: str) -> DetachedLossError:
     """Return the error for what does not depend on the arguments of a function."""
     expected = "a loss computed from the arguments that argnums names"
     got = (
@@ -247,4 +246,4 @@ def independent(where: str) -> errors.DetachedLossError:
         "the path (detach(), .data, .item(), no_grad, nn.Parameter(w))"
     )
     fix = f"compute it from fn's own arguments: {_MAKE_FUNCTIONAL}"
-    return errors.DetachedLossError(message(where, expected, got, fix))
+    return DetachedLossError(message(where, expected, got, fix))

@@ -9,23 +9,21 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from gradkit import errors
 from gradkit._autograd import engine, jacobian
 from gradkit._compat.transforms import transforms
 from gradkit._core import pytree
 from gradkit._core.call import STRATEGIES, Losses, Strategy, Unused, check_chunk_size, check_option
 from gradkit._core.ownership import empty_for, leave_inference_mode
+from gradkit._core.params import Grads, Tensors
 from gradkit._core.pytree import PyTree, Structure
-from gradkit.errors import describe, first_line, message
+from gradkit.errors import StructureError, UnsupportedGraphError, describe, first_line, message
 from gradkit.func import _differentiate as levels
 from gradkit.func import _vmap_or_loop
 from gradkit.func._arguments import ArgNums, Arguments, check_options, read_arguments
 from gradkit.func._differentiate import LevelPasses, differentiate, gradient_of_the_sum
-from gradkit.func._vmap_or_loop import Batch, OneByOne, Randomness
+from gradkit.func._vmap_or_loop import Batch, Dims, OneByOne, Randomness, RunOne
 
-# Of the tensors of one sample; gives gradients, and the tensors of aux.
-_Gradients: TypeAlias = tuple[list[Tensor | None], list[Tensor]]
-_OfSample: TypeAlias = Callable[..., _Gradients]
+_Gradients: TypeAlias = tuple[Grads, Tensors]
 
 
 def value_and_grads(
@@ -81,8 +79,7 @@ def value_and_grads(
         NotScalarLossError: A loss has not exactly one element.
         OptionError: An option has no such value.
         StructureError: `weights` or what `fn` returned does not fit.
-        UnreachedParamError: There is nothing to differentiate; or a tensor that no loss reaches,
-            with `unused="error"`.
+        UnreachedParamError: No variable; or, with `unused="error"`, one that no loss reaches.
         UnsupportedGraphError: torch.func cannot enter what `fn` does, or gets it silently wrong.
 
     Source:
@@ -94,14 +91,10 @@ def value_and_grads(
     def call(*args: Any, **kwargs: Any) -> Any:
         arguments = read_arguments(args, argnums, unused=unused)
         run = partial(gradient_of_the_sum, weights=weights, may_be_aux=not has_aux)
-        result = differentiate(
-            fn, arguments, kwargs, run, has_aux=has_aux, create_graph=create_graph
-        )
-        values = pytree.unflatten(result.spec, result.values)
-        grads = arguments.grads_to_tree(
-            result.grads[0], losses=result.values, refused=result.refused
-        )
-        return ((values, result.aux), grads) if has_aux else (values, grads)
+        out = differentiate(fn, arguments, kwargs, run, has_aux=has_aux, create_graph=create_graph)
+        values = pytree.unflatten(out.spec, out.values)
+        grads = arguments.grads_to_tree(out.grads[0], losses=out.values, refused=out.refused)
+        return ((values, out.aux), grads) if has_aux else (values, grads)
 
     return call
 
@@ -118,8 +111,7 @@ def per_loss_grads(
 ) -> Callable[..., Any]:
     """Return a function that gives the gradients of every loss of `fn` separately.
 
-    What `gradkit.per_loss_grads` does for losses that exist: an inf or NaN in one loss reaches no
-    other's gradients.
+    What `gradkit.per_loss_grads` does for losses that exist: an inf or NaN stays in its own loss.
 
     Example:
         >>> import torch, gradkit
@@ -159,14 +151,14 @@ def per_loss_grads(
     def call(*args: Any, **kwargs: Any) -> Any:
         arguments = read_arguments(args, argnums, unused=unused)
 
-        def run(losses: Losses, passes: LevelPasses) -> list[list[Tensor | None]]:
+        def run(losses: Losses, passes: LevelPasses) -> list[Grads]:
             # Where there is nothing to batch nobody has asked for it, and no warning is due.
             asked = chunk_size is not None and any(loss.numel() != 1 for loss in losses.leaves)
             chosen = strategy or ("batched" if asked else "sequential")
             why_not = passes.monitor.why_not_batched
             batch = jacobian.losses_to_batch(chosen, losses.leaves, why_not)
             last = max(i for i, loss in enumerate(losses.leaves) if passes.depends(loss))
-            grads: list[list[Tensor | None]] = []
+            grads: list[Grads] = []
             for index, loss in enumerate(losses.leaves):
                 one = passes, loss, passes.variables
                 if not passes.depends(loss):
@@ -177,15 +169,14 @@ def per_loss_grads(
                     grads.append(jacobian.sequential(*one, retain=index < last))
             return grads
 
-        result = differentiate(
-            fn, arguments, kwargs, run, has_aux=has_aux, scalar=False, create_graph=create_graph
-        )
+        flags: Any = {"has_aux": has_aux, "create_graph": create_graph}
+        out = differentiate(fn, arguments, kwargs, run, scalar=False, **flags)
         trees = [
-            arguments.grads_to_tree(grads, tuple(loss.shape), losses=[loss], refused=result.refused)
-            for grads, loss in zip(result.grads, result.values, strict=True)
+            arguments.grads_to_tree(grads, tuple(loss.shape), losses=[loss], refused=out.refused)
+            for grads, loss in zip(out.grads, out.values, strict=True)
         ]
-        by_loss = pytree.unflatten(result.spec, trees)
-        return (by_loss, result.aux) if has_aux else by_loss
+        by_loss = pytree.unflatten(out.spec, trees)
+        return (by_loss, out.aux) if has_aux else by_loss
 
     return call
 
@@ -255,36 +246,31 @@ def per_sample_grads(
         arguments = read_arguments(args, argnums, unused=unused)
         batch = _read_batch(arguments, in_dims, kwargs)
         of_one: list[Any] = []  # from the trace of one sample, or the last of a loop
-        refused: list[str] = []
+        refused: list[str | None] = []
         attempt = _vmap_or_loop.VmapOrLoop("per_sample_grads", fn, randomness)
         run_pass = partial(gradient_of_the_sum, may_be_aux=not has_aux)
-        options: Any = {"has_aux": has_aux, "create_graph": create_graph}
-        options |= {"batched": True, "per_sample": True}
+        flags: Any = {"has_aux": has_aux, "create_graph": create_graph}
+        flags |= {"batched": True, "per_sample": True}
 
         def of_sample(*tensors: Tensor) -> _Gradients:
             here = arguments.at(batch.tree(tensors))
-            result = differentiate(fn, here, kwargs, run_pass, **options)
-            attempt.check_aux((result.values, result.aux))
-            tensors_of_aux, put_back = levels.partition_aux(result.aux)
-            of_one[:] = [len(result.values), put_back]
-            refused.extend(filter(None, [result.refused]))
-            return result.grads[0], [*result.values, *tensors_of_aux]
+            out = differentiate(fn, here, kwargs, run_pass, **flags)
+            attempt.check_aux((out.values, out.aux))
+            tensors_of_aux, put_back = levels.partition_aux(out.aux)
+            of_one[:] = [len(out.values), put_back]
+            refused.append(out.refused)
+            return out.grads[0], [*out.values, *tensors_of_aux]
 
         first = arguments.at(_first_sample(batch))
         if not batch.size and not has_aux and unused == "zeros":
             return first.grads_to_tree([None] * len(first.variables), (0,))
         with leave_inference_mode(record=True):
-            tensors = batch.tensors
             if create_graph is False:
-                tensors = levels.detached(tensors)
-            facts = first.variables, randomness, chunk_size
-            run = partial(_run, batch, of_sample, tensors, *facts)
-            if batch.size:
-                grads, others = attempt.run(tensors, run, run)
-            else:
-                grads, others = _run_of_none(run)
+                batch.tensors = levels.detached(batch.tensors)
+            run = partial(_run, batch, of_sample, first.variables, randomness, chunk_size)
+            grads, others = attempt.run(batch.tensors, run) if batch.size else _run_of_none(run)
         count, put_back = of_one
-        reason = refused[0] if refused else None
+        reason = next(filter(None, refused), None)
         result = first.grads_to_tree(grads, (batch.size,), losses=others[:count], refused=reason)
         return (result, put_back(others[count:])) if has_aux else result
 
@@ -293,9 +279,8 @@ def per_sample_grads(
 
 def _run(
     batch: Batch,
-    fn: _OfSample,
-    tensors: list[Tensor],
-    variables: list[Tensor],
+    fn: RunOne,
+    variables: Tensors,
     randomness: Randomness,
     chunk_size: int | None,
     one_by_one: OneByOne | None = None,
@@ -307,14 +292,14 @@ def _run(
     if one_by_one is not None:
         chunk_size, vmap = 1, one_by_one(fn, batch.dims)
     elif chunk_size is None or chunk_size >= batch.size or traced:
-        return vmap(*tensors, chunk_size=chunk_size if batch.size else None)
+        return vmap(*batch.tensors, chunk_size=chunk_size if batch.size else None)
     # One chunk is in memory beside the results. torch's own chunks are joined at the end, which
     # takes the memory of the results twice, and draw other numbers for each chunk on CUDA where
     # they are to be the same.
-    results: list[Tensor | None] = []
-    parts: list[list[Tensor | None]] = []  # of gradients with a graph, which are joined
-    aux_parts: list[list[Tensor]] = []
-    for start, chunk in batch.chunks(tensors, chunk_size, randomness):
+    results: Grads = []
+    parts: list[Grads] = []  # of gradients with a graph, which are joined
+    aux_parts: list[Tensors] = []
+    for start, chunk in batch.chunks(chunk_size, randomness):
         grads, aux = vmap(*chunk)
         aux_parts.append(aux)
         # In a loop, not all samples need to reach the same.
@@ -336,9 +321,7 @@ def _run(
 
 def _joined(grads: Sequence[Tensor | None]) -> Tensor | None:
     zero = next((torch.zeros_like(grad) for grad in grads if grad is not None), None)
-    if zero is None:
-        return None
-    return torch.cat([zero if grad is None else grad for grad in grads])
+    return None if zero is None else torch.cat([zero if g is None else g for g in grads])
 
 
 def _read_batch(arguments: Arguments, in_dims: PyTree, kwargs: dict[str, Any]) -> Batch:
@@ -360,7 +343,7 @@ def _first_sample(batch: Batch) -> Any:
 
 
 def _refuse_unbatched(
-    leaves: list[Any], dims: list[int | None], spec: Structure, kwargs: dict[str, Any]
+    leaves: list[Any], dims: Dims, spec: Structure, kwargs: dict[str, Any]
 ) -> None:
     """Raise for what every sample would get unbatched, though it may hold the batch."""
     fix = "pass tensors; register the class: optree.register_pytree_node"
@@ -371,8 +354,7 @@ def _refuse_unbatched(
         if any(isinstance(leaf, Tensor) for leaf in pytree.flatten(value)[0]):
             expected = "tensors in positional arguments, where in_dims says how they are batched"
             fix = "per_sample_grads(fn, in_dims=...)(params, x, y), all by position"
-            got = "a keyword argument with a tensor"
-            raise errors.StructureError(message(name, expected, got, fix))
+            raise StructureError(message(name, expected, "a keyword argument with a tensor", fix))
 
 
 def _refuse_two_dims(arguments: Arguments, dims: PyTree) -> None:
@@ -382,13 +364,10 @@ def _refuse_two_dims(arguments: Arguments, dims: PyTree) -> None:
         if slot is not None and first.setdefault(slot, dim) != dim:
             expected = "one batch dimension for a tensor, wherever it stands"
             got = f"{first[slot]} and {dim} for one tensor in two places"
-            fix = "pass a copy: tensor.clone()"
-            raise errors.StructureError(message("in_dims", expected, got, fix))
+            raise StructureError(message("in_dims", expected, got, "pass a copy: tensor.clone()"))
 
 
-def _read_dims(
-    in_dims: PyTree, args: tuple[Any, ...], differentiated: tuple[int, ...]
-) -> list[int | None]:
+def _read_dims(in_dims: PyTree, args: tuple[Any, ...], differentiated: tuple[int, ...]) -> Dims:
     """Return for each leaf of the arguments its batch dimension, None for none."""
     if in_dims is None:
         return [
@@ -400,8 +379,8 @@ def _read_dims(
     if not isinstance(by_arg, tuple | list) or len(by_arg) != len(args):
         expected = f"an int, or a tuple of {len(args)}, one entry for each positional argument"
         fix = f"in_dims={(None, *[0] * (len(args) - 1))}"
-        raise errors.StructureError(message("in_dims", expected, describe(in_dims), fix))
-    by_leaf: list[int | None] = []
+        raise StructureError(message("in_dims", expected, describe(in_dims), fix))
+    by_leaf: Dims = []
     for position, (entry, arg) in enumerate(zip(by_arg, args, strict=True)):
         names = f"in_dims[{position}]", f"args[{position}]"
         dims = pytree.broadcast_prefix(entry, names[0], arg, names[1])
@@ -410,31 +389,30 @@ def _read_dims(
     return by_leaf
 
 
-def _size_of_batch(leaves: list[Any], dims: list[int | None], spec: Structure) -> int:
+def _size_of_batch(leaves: list[Any], dims: Dims, spec: Structure) -> int:
     sizes: dict[int, int] = {}
     for index, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
         if dim is None:
             continue
-        is_int = type(dim) is int
+        where, is_int = partial(pytree.path, spec, index, "args"), type(dim) is int
         if not is_int or not isinstance(leaf, Tensor) or not -leaf.dim() <= dim < leaf.dim():
-            where = pytree.path(spec, index, "args")
             expected, got = f"a tensor with the batch dimension {dim!r}", describe(leaf)
             if not is_int:
                 expected, got = "an int or None in in_dims, and no bool", f"the dimension {dim!r}"
             fix = "give in_dims, with None for what is not batched: in_dims=(None, 0, None)"
-            raise errors.StructureError(message(where, expected, got, fix))
-        _vmap_or_loop.require_dense(leaf, partial(pytree.path, spec, index, "args"))
+            raise StructureError(message(where(), expected, got, fix))
+        _vmap_or_loop.require_dense(leaf, where)
         sizes.setdefault(leaf.shape[dim], index)
     if not sizes:
         fix = "pass the samples as an argument, or name their dimension in in_dims"
-        raise errors.StructureError(message("args", "at least one batched tensor", "none", fix))
+        raise StructureError(message("args", "at least one batched tensor", "none", fix))
     (size, first), *others = sizes.items()
     if others:
         other, index = others[0]
         expected = f"a batch of {size}, as {pytree.path(spec, first, 'args')} has"
         fix = "pass as many targets as inputs, or give in_dims, with None for what is not batched"
-        where = pytree.path(spec, index, "args")
-        raise errors.StructureError(message(where, expected, f"one of {other}", fix))
+        path = pytree.path(spec, index, "args")
+        raise StructureError(message(path, expected, f"one of {other}", fix))
     return size
 
 
@@ -442,8 +420,8 @@ def _run_of_none(run: Callable[[], _Gradients]) -> _Gradients:
     """Run over an empty batch, for which some operations have no rule."""
     try:
         return run()
-    except (errors.UnsupportedGraphError, IndexError) as error:
+    except (UnsupportedGraphError, IndexError) as error:
         expected = "at least one sample, to know what fn returns as aux, and what it reaches"
         got = f"an empty batch: {first_line(error.__cause__ or error)}"
         fix = "skip the batch; or leave out has_aux and unused"
-        raise errors.StructureError(message("args", expected, got, fix)) from error
+        raise StructureError(message("args", expected, got, fix)) from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
@@ -47,6 +47,7 @@ def before(tensors: Iterable[Any], tree: PyTree = ()) -> StateBeforeCall | None:
 
 Named: TypeAlias = dict[str, Tensor]
 ModuleCall: TypeAlias = Callable[..., tuple[Any, Named]]  # returns the output and the new buffers
+_Run: TypeAlias = Callable[[], Any]
 _REFUSED_BY_TORCH = (nn.DataParallel, torch.jit.ScriptModule)
 _READS_ONLY = "a module that reads its parameters"
 _READS_GIVEN = "a module that computes with the parameters that the call was given"
@@ -146,8 +147,7 @@ def functional(module: nn.Module) -> tuple[ModuleCall, Named, Named]:
                 expected = f"one buffer under both its names, {first!r} and {name!r}"
                 got = "two: the forward pass has assigned one of them"
                 fix = "write on the buffer in place, or register two buffers"
-                where = f"buffers[{first!r}]"
-                raise UnsupportedGraphError(message(where, expected, got, fix))
+                raise UnsupportedGraphError(message(f"buffers[{first!r}]", expected, got, fix))
         # A buffer that was assigned, and not written on, is in the dictionary.
         return out, {name: after[name] for name in buffer_names}
 
@@ -155,12 +155,7 @@ def functional(module: nn.Module) -> tuple[ModuleCall, Named, Named]:
 
 
 def _run_on(
-    module: nn.Module,
-    given: Named,
-    new: Named,
-    guard: ReadOnly,
-    run: Callable[[], Any],
-    by_torch: Callable[[], tuple[Any, Named]],
+    module: nn.Module, given: Named, new: Named, guard: ReadOnly, run: _Run, by_torch: _Run
 ) -> tuple[Any, Named]:
     """Return what a module returns for these tensors, put in place, and its buffers after it."""
     own: Any = nullcontext()
@@ -231,18 +226,11 @@ class ReadOnly(TorchFunctionMode):
     def __init__(self, tensors: Iterable[Tensor], replaced: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self._tensors = list(tensors)
-        self._replaced = set(map(id, replaced))
-        self._ids = set(map(id, self._tensors))
+        self._ids, self._replaced = set(map(id, self._tensors)), set(map(id, replaced))
         self._memory: dict[torch.layout, set[int]] = {}
 
     @leave_uncompiled
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, unless it writes."""
         name = getattr(func, "__name__", "")
         is_write = is_in_place(name) and args and isinstance(args[0], Tensor)
@@ -253,16 +241,16 @@ class ReadOnly(TorchFunctionMode):
             fix = "compute a new tensor from the parameter, or write outside of the module"
             raise UnsupportedGraphError(message("module", _READS_ONLY, got, fix))
         result = func(*args, **(kwargs or {}))
-        if self._replaced and self._reads_replaced(args, kwargs) and pytree.tensors(result):
+        if not self._replaced:
+            return result
+        given = (*args, *kwargs.values()) if kwargs else args
+        lists = chain.from_iterable(x for x in given if isinstance(x, list | tuple))
+        reads_own = not self._replaced.isdisjoint(map(id, chain(given, lists)))
+        if reads_own and pytree.tensors(result):
             got = f"one that reads its own in {name}, held in a list or a closure, and not by name"
             fix = "read them as attributes: self.layer.weight; or use a torch.nn.ParameterList"
             raise UnsupportedGraphError(message("module", _READS_GIVEN, got, fix))
         return result
-
-    def _reads_replaced(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
-        given = (*args, *kwargs.values()) if kwargs else args
-        lists = chain.from_iterable(x for x in given if isinstance(x, list | tuple))
-        return not self._replaced.isdisjoint(map(id, chain(given, lists)))
 
     def _is_protected(self, tensor: Tensor) -> bool:
         if id(tensor) in self._ids or transforms():  # a transform's tensors show no memory

@@ -21,6 +21,7 @@ from gradkit._core import pytree
 from gradkit._core.call import Losses, check_function, check_option
 from gradkit._core.leaf_arithmetic import same_values
 from gradkit._core.ownership import leave_inference_mode
+from gradkit._core.params import Grads, Tensors
 from gradkit._core.pytree import PyTree
 from gradkit._core.results_without_graph import with_refused_derivatives
 from gradkit._core.user_code import hooks_made, user_code_may_run
@@ -28,12 +29,6 @@ from gradkit._torch_bugs.monitor import OpMonitor
 from gradkit.errors import describe, message, warn_fallback
 from gradkit.func import _differentiate as levels
 from gradkit.func._arguments import Arguments, check_options, copied, read_arguments
-from gradkit.func._differentiate import (
-    LevelPasses,
-    differentiate,
-    gradient_of_the_sum,
-    read_returned,
-)
 from gradkit.func._errors import ZERO_TENSOR, named_errors
 from gradkit.func._grads import value_and_grads
 
@@ -79,7 +74,7 @@ def vjp(
         `torch.func.vjp`, https://pytorch.org/docs/stable/func.api.html
     """
     check_options(fn, has_aux=has_aux, create_graph=create_graph)
-    arguments = read_arguments(primals, tuple(range(len(primals))))
+    arguments = _read_primals(primals)
     cut, enabled = levels.cut_of(create_graph)
     run = _FunctionRun(fn, arguments, has_aux, OpMonitor(), transposed=True)
     with leave_inference_mode(record=True), enabled, INSIDE:
@@ -94,7 +89,7 @@ def vjp(
         seeds = []
         for index, (value, seed) in enumerate(zip(values, by_leaf, strict=True)):
             where = partial(pytree.path, run.outputs.spec, index, "cotangents")
-            seeds.append(read_direction(seed, value, where, "torch.ones_like(value)"))
+            seeds.append(_read_direction(seed, value, where, "torch.ones_like(value)"))
         with leave_inference_mode(record=True):
             pulled = partial(run.pulled, torch_pull, seeds, create_graph)
             grads, refused = named_errors(pulled)
@@ -138,11 +133,11 @@ def jvp(
         `torch.func.jvp`, https://pytorch.org/docs/stable/func.api.html
     """
     check_options(fn, has_aux=has_aux, create_graph=create_graph)
-    arguments = read_primals(primals)
-    directions = read_directions(arguments, tangents)
+    arguments = _read_primals(primals)
+    directions = _read_directions(arguments, tangents)
     run = _FunctionRun(fn, arguments, has_aux, OpMonitor(), transposed=False)
     cut = levels.detached if create_graph is False else list
-    with one_forward_level(), leave_inference_mode(record=True):
+    with _one_forward_level(), leave_inference_mode(record=True):
         # Copies, which fn may change, or return.
         point, along = (tuple(copied(cut(x))) for x in (arguments.variables, directions))
         results: Any = named_errors(lambda: torch.func.jvp(run, point, along, has_aux=True))
@@ -198,7 +193,7 @@ def ggn_vp(
     check_options(fn, create_graph=create_graph)
     check_function(loss, "loss")
     arguments = read_arguments((params,), 0, "params")
-    directions = read_directions(arguments, v, "v")
+    directions = _read_directions(arguments, v, "v")
     outputs, pull, push = _linear_maps(fn, arguments)
     tangents = push(directions)
 
@@ -216,8 +211,7 @@ def linearize(
 ) -> tuple[PyTree, Callable[..., PyTree]]:
     """Return a function's outputs, and a function that multiplies by its Jacobian there.
 
-    `fn` runs once, and each product takes a backward pass through the graph that is kept. For one
-    direction take `jvp`.
+    `fn` runs once, and each product is a backward pass through its graph; for one, take `jvp`.
 
     Example:
         >>> import torch, gradkit
@@ -241,12 +235,12 @@ def linearize(
         `torch.func.linearize`, https://pytorch.org/docs/stable/func.api.html
     """
     check_options(fn, create_graph=create_graph)
-    arguments = read_arguments(primals, tuple(range(len(primals))))
+    arguments = _read_primals(primals)
     zeros = pytree.map_tensors(torch.zeros_like, arguments.args)
-    read_directions(arguments, zeros)  # raises for complex ones
+    _read_directions(arguments, zeros)  # raises for complex ones
     values, _, push = _linear_maps(fn, arguments)
     cut = partial(_without_graph, create_graph)
-    return cut(values), lambda *tangents: cut(push(read_directions(arguments, tangents)))
+    return cut(values), lambda *tangents: cut(push(_read_directions(arguments, tangents)))
 
 
 def _without_graph(create_graph: bool | None, tree: PyTree) -> PyTree:
@@ -255,12 +249,12 @@ def _without_graph(create_graph: bool | None, tree: PyTree) -> PyTree:
 
 def _linear_maps(
     fn: Callable[..., Any], arguments: Arguments
-) -> tuple[PyTree, Callable[..., Any], Callable[[list[Tensor]], PyTree]]:
+) -> tuple[PyTree, Callable[..., Any], Callable[[Tensors], PyTree]]:
     """Return a function's outputs, and products with its transposed Jacobian and with itself."""
     with sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no second derivative
         outputs, pull = vjp(fn, *arguments.args)
 
-    def grads_of_variables(cotangents: PyTree) -> list[Tensor]:
+    def grads_of_variables(cotangents: PyTree) -> Tensors:
         # Once each: what `pull` gives for all places of a tied tensor would be added up.
         leaves, _ = pytree.flatten(pull(cotangents))
         return arguments.per_variable(leaves)
@@ -271,7 +265,7 @@ def _linear_maps(
     _, multiply = vjp(grads_of_variables, ones)
     versions = write_counts(arguments.variables)
 
-    def push(directions: list[Tensor]) -> PyTree:
+    def push(directions: Tensors) -> PyTree:
         _refuse_changed(arguments, arguments.variables, versions)
         return multiply(directions)[0]
 
@@ -322,21 +316,21 @@ def hvp(
     """
     check_options(fn, create_graph=create_graph)
     check_option("mode", mode, ("forward-over-reverse", "reverse-over-reverse"))
-    arguments = read_primals(primals)
-    directions = read_directions(arguments, tangents)
+    arguments = _read_primals(primals)
+    directions = _read_directions(arguments, tangents)
     refused: list[str | None] = []
 
-    def grads_at(*tensors: Tensor) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+    def grads_at(*tensors: Tensor) -> tuple[tuple[Tensor, ...], Tensors]:
         here = arguments.at(arguments.args_with(tensors))
-        run = partial(gradient_of_the_sum, may_be_aux=True)
-        result = differentiate(fn, here, {}, run, has_aux=False, create_graph=None)
+        run = partial(levels.gradient_of_the_sum, may_be_aux=True)
+        result = levels.differentiate(fn, here, {}, run, has_aux=False, create_graph=None)
         refused[:] = [result.refused]
         pairs = zip(result.grads[0], here.variables, strict=True)
         return tuple(torch.zeros_like(x) if g is None else g for g, x in pairs), result.values
 
     cut, enabled = levels.cut_of(create_graph)
     kernels = sdpa_kernel(SDPBackend.MATH)
-    with one_forward_level(), leave_inference_mode(record=True), enabled, kernels:
+    with _one_forward_level(), leave_inference_mode(record=True), enabled, kernels:
         point, along = tuple(cut(arguments.variables)), tuple(cut(directions))
         grads, products, losses = _grads_and_products(grads_at, point, along, mode)
     if cut is not list:
@@ -349,7 +343,7 @@ def hvp(
 
 def _grads_and_products(
     grads_at: Callable[..., Any], point: tuple[Tensor, ...], along: tuple[Tensor, ...], mode: Mode
-) -> tuple[Any, Any, list[Tensor]]:
+) -> tuple[Any, Any, Tensors]:
     """Return the gradients at a point, their derivative along a direction, and the losses."""
     if mode == "forward-over-reverse":
         forward: Any = partial(torch.func.jvp, grads_at, point, along, has_aux=True)
@@ -365,7 +359,7 @@ def _grads_and_products(
             'mode="reverse-over-reverse" saves the first call.'
         )
 
-    def reverse() -> tuple[Any, Any, list[Tensor]]:
+    def reverse() -> tuple[Any, Any, Tensors]:
         grads, pull, losses = torch.func.vjp(grads_at, *point, has_aux=True)  # type: ignore[misc]
         return grads, pull(along), losses
 
@@ -381,12 +375,12 @@ class _FunctionRun:
     has_aux: bool
     monitor: OpMonitor
     transposed: bool  # the pass that follows is a backward pass
-    variables: list[Tensor] = field(init=False)
+    variables: Tensors = field(init=False)
     has_user_code: bool = field(init=False)  # hooks; while torch.compile traces, a Function
     outputs: Losses = field(init=False)
     put_aux_back: Callable[[Iterable[Tensor]], PyTree] = field(init=False)
 
-    def __call__(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+    def __call__(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], Tensors]:
         is_traced = torch.compiler.is_compiling()
         if self.transposed and (is_traced or user_code_may_run()):
             # Views, whose nodes are still there when the pass runs, after the level has ended; and
@@ -397,30 +391,29 @@ class _FunctionRun:
         with self.monitor.noting():
             returned = self.fn(*self.arguments.args_with(tensors))
         self.has_user_code = count() > made
-        self.outputs, aux = read_returned(returned, has_aux=self.has_aux, scalar=False)
+        self.outputs, aux = levels.read_returned(returned, has_aux=self.has_aux, scalar=False)
         self.variables = list(tensors)
         if self.transposed and not is_traced:
             self.passes(None, level_of(tensors[0])).refuse_unreached(self.outputs)
         tensors_of_aux, self.put_aux_back = levels.partition_aux(aux)
         return tuple(self.outputs.leaves), tensors_of_aux
 
-    def passes(self, create_graph: bool | None, level: int | None) -> LevelPasses:
+    def passes(self, create_graph: bool | None, level: int | None) -> levels.LevelPasses:
         """Return what runs passes from the outputs; level -1 is one that has ended."""
         facts = create_graph, differentiated(), torch.is_grad_enabled(), self.variables, level
-        return LevelPasses(self.monitor, self.arguments.path, *facts, self.has_user_code)
+        return levels.LevelPasses(self.monitor, self.arguments.path, *facts, self.has_user_code)
 
     def pulled(
         self,
-        pull: Callable[[tuple[Tensor, ...]], Iterable[Tensor]],
+        pull: Callable[..., Iterable[Tensor]],
         seeds: Sequence[Tensor],
         create_graph: bool | None,
-    ) -> tuple[list[Tensor | None], str | None]:
+    ) -> tuple[Grads, str | None]:
         """Return the gradients of a backward pass, and why their derivative would be wrong."""
 
-        def run(create: bool) -> list[Tensor | None]:
-            cut: Any = levels.detached if create_graph is False else levels.detached_but_tangents
-            grads: list[Tensor | None] = (list if create else cut)(pull(tuple(seeds)))
-            return grads
+        def run(create: bool) -> Grads:
+            cut = levels.detached if create_graph is False else levels.detached_but_tangents
+            return [*(list if create else cut)(pull(tuple(seeds)))]
 
         if torch.compiler.is_compiling():
             if self.has_user_code and transforms():  # compiled, its second derivative would be 0
@@ -449,19 +442,19 @@ def _refuse_changed(arguments: Arguments, point: Sequence[Tensor], versions: lis
             raise errors.UnsupportedGraphError(message(arguments.path(index), expected, got, fix))
 
 
-def one_forward_level() -> AbstractContextManager[object]:
+def _one_forward_level() -> AbstractContextManager[object]:
     """Wait until no other thread is in forward mode."""
     return nullcontext() if torch.compiler.is_compiling() else _LOCK
 
 
-def read_primals(primals: PyTree) -> Arguments:
+def _read_primals(primals: PyTree) -> Arguments:
     """Check and flatten primals: a tuple of arguments, or another tree, the only argument."""
     if type(primals) is tuple:
         return read_arguments(primals, tuple(range(len(primals))))
     return read_arguments((primals,), 0, "primals")
 
 
-def read_directions(arguments: Arguments, tangents: PyTree, root: str = "tangents") -> list[Tensor]:
+def _read_directions(arguments: Arguments, tangents: PyTree, root: str = "tangents") -> Tensors:
     """Return one direction for each variable."""
     of, spec = arguments.root, arguments.spec
     if not arguments.single:
@@ -477,19 +470,17 @@ def read_directions(arguments: Arguments, tangents: PyTree, root: str = "tangent
             fix = "differentiate with respect to torch.view_as_real of it"
             raise errors.LeafTypeError(message(path, "a real tensor", describe(variable), fix))
         where = partial(pytree.path, spec, index, root)
-        tangent = read_direction(tangent, variable, where, "torch.randn_like(primal)")
+        tangent = _read_direction(tangent, variable, where, "torch.randn_like(primal)")
         first = by_variable.setdefault(slot, tangent)
-        is_same = first is tangent or (
-            not torch.compiler.is_compiling() and same_values(first, tangent)
-        )
-        if not is_same:
+        is_traced = torch.compiler.is_compiling()
+        if first is not tangent and (is_traced or not same_values(first, tangent)):
             expected = "the direction that the same tensor has in its first place"
             fix = "give a tensor the same direction in all its places"
             raise errors.StructureError(message(where(), expected, "another one", fix))
     return list(by_variable.values())
 
 
-def read_direction(direction: object, like: Tensor, where: Callable[[], str], fix: str) -> Tensor:
+def _read_direction(direction: object, like: Tensor, where: Callable[[], str], fix: str) -> Tensor:
     """Return a tangent or cotangent, zero for None; raise if it is not a tensor like this one."""
     if direction is None:
         return torch.zeros_like(like)

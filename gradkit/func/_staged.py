@@ -6,12 +6,11 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from gradkit import errors
 from gradkit._autograd.engine import inner_grads
 from gradkit._autograd.passes import InnerPass
 from gradkit._checks import eager_graph, recomputations
@@ -19,15 +18,15 @@ from gradkit._compat.transforms import layers, transforms
 from gradkit._compat.undoing import INSIDE
 from gradkit._core import call as options
 from gradkit._core import pytree
-from gradkit._core.call import read_losses
 from gradkit._core.graph import Subgraph
 from gradkit._core.leaf_arithmetic import add_leaves
 from gradkit._core.ownership import leave_inference_mode
+from gradkit._core.params import Grads, Tensors
 from gradkit._core.pytree import PyTree
 from gradkit._core.results_without_graph import with_refused_derivatives
 from gradkit._state.rerun import RerunState, recording_writes
 from gradkit._state.snapshot import put_back_on_error
-from gradkit.errors import describe, message
+from gradkit.errors import OptionError, StructureError, UnsupportedGraphError, describe, message
 from gradkit.func import _make_functional as checkpoints
 from gradkit.func._arguments import Arguments, read_arguments
 from gradkit.func._differentiate import cast_to, detached
@@ -45,21 +44,17 @@ def _row_chunks(tree: PyTree, chunk_size: int | None, root: str) -> list[PyTree]
             if leaf.dim() == 0:
                 expected, got = "a tensor with a first dimension", "one without dimensions"
                 fix = "close over it, or give it as a number"
-                raise errors.StructureError(message(path, expected, got, fix))
+                raise StructureError(message(path, expected, got, fix))
             sizes.setdefault(leaf.shape[0], path)
     if len(sizes) != 1:
         got = ", ".join(f"{size} in {path}" for size, path in sizes.items()) or "no tensor"
         fix = "pass tensors of as many rows; close over what is no part of the batch"
-        raise errors.StructureError(message(root, "tensors with one first dimension", got, fix))
+        raise StructureError(message(root, "tensors with one first dimension", got, fix))
     (size,) = sizes
     if chunk_size is None or chunk_size >= size:
         return [tree]
-    count = -(-size // chunk_size)
-    columns = [
-        torch.split(leaf, chunk_size) if isinstance(leaf, Tensor) else [leaf] * count
-        for leaf in leaves
-    ]
-    return [pytree.unflatten(spec, parts) for parts in zip(*columns, strict=True)]
+    tensors, rebuild = pytree.partition_tensors(tree)
+    return list(map(rebuild, zip(*(torch.split(x, chunk_size) for x in tensors), strict=True)))
 
 
 def _joined(trees: Sequence[PyTree], root: str) -> tuple[PyTree, list[list[int]]]:
@@ -71,16 +66,20 @@ def _joined(trees: Sequence[PyTree], root: str) -> tuple[PyTree, list[list[int]]
             expected = "a tensor with a first dimension, along which those of the chunks are joined"
             fix = "return one row for each sample; or value[None], for one row a chunk"
             path = pytree.path(spec, index, root)
-            raise errors.StructureError(message(path, expected, describe(column[0]), fix))
+            raise StructureError(message(path, expected, describe(column[0]), fix))
     rows = [[tensor.shape[0] for tensor in column] for column in columns]
     return pytree.unflatten(spec, [torch.cat(column) for column in columns]), rows
+
+
+_Function: TypeAlias = Callable[..., Any]
+_LossResult: TypeAlias = tuple[PyTree, PyTree, PyTree, PyTree]  # values, aux, gradients of both
 
 
 class _EncodedChunk(NamedTuple):
     """What a run of the function made, with its graph."""
 
-    variables: list[Tensor]
-    outputs: list[Tensor]
+    variables: Tensors
+    outputs: Tensors
     values: PyTree  # the tree of the outputs, without the graph
     below: Subgraph
 
@@ -88,9 +87,7 @@ class _EncodedChunk(NamedTuple):
 class _EncoderStage:
     """The outputs of a function for a whole batch, and the gradients of each chunk."""
 
-    def __init__(
-        self, encode: Callable[..., Any], arguments: Arguments, chunks: list[PyTree]
-    ) -> None:
+    def __init__(self, encode: _Function, arguments: Arguments, chunks: list[PyTree]) -> None:
         self._encode, self._arguments, self._chunks = encode, arguments, chunks
         self.is_differentiable = False  # whether an output depends on the variables
         self.captured: dict[int, Tensor] = {}  # what requires grad, and is no variable, by id
@@ -115,7 +112,7 @@ class _EncoderStage:
         values, self._row_counts = _joined(outputs, "encode(params, chunk)")
         return values
 
-    def grads(self, cotangents: PyTree) -> Iterator[list[Tensor | None]]:
+    def grads(self, cotangents: PyTree) -> Iterator[Grads]:
         """Yield the gradients of each chunk, one for each variable."""
         if self._only_run is not None:
             yield self._pass(self._only_run, pytree.flatten(cotangents)[0])
@@ -137,7 +134,7 @@ class _EncoderStage:
             with recording_writes():
                 returned = self._encode(*self._arguments.args_with(variables), chunk)
             recomputations.refuse(returned, before)
-        outputs = read_losses(returned, scalar=False, returned=True)
+        outputs = options.read_losses(returned, scalar=False, returned=True)
         below = Subgraph(outputs.leaves)
         captured = {id(x): x for x in below.leaves.values() if x.requires_grad}
         for variable in variables:
@@ -146,7 +143,7 @@ class _EncoderStage:
         values = pytree.unflatten(outputs.spec, detached(outputs.leaves))
         return _EncodedChunk(variables, outputs.leaves, values, below)
 
-    def _pass(self, run: _EncodedChunk, seeds: Sequence[Tensor]) -> list[Tensor | None]:
+    def _pass(self, run: _EncodedChunk, seeds: Sequence[Tensor]) -> Grads:
         eager_graph.refuse_nodes(map(type, run.below.nodes), "encode")
         one = InnerPass("encode", self._arguments.path, run.variables, run.below)
         run_pass = partial(inner_grads, run.outputs, run.variables, seeds)
@@ -217,8 +214,7 @@ def staged_value_and_grads(
         one such tree for each; what is no tensor in it is passed whole.
 
     Raises:
-        StructureError: The batch has no tensors with one first dimension, or an output of `encode`
-            has no dimension.
+        StructureError: Tensors of the batch, or outputs of `encode`, without one first dimension.
         UnsupportedGraphError: It is called inside a transform or under torch.compile; or a chunk
             gave another result when it was encoded again.
         GradkitError: As in `value_and_grads`.
@@ -240,22 +236,20 @@ def staged_value_and_grads(
 
     def run(params: PyTree, batch: PyTree) -> Any:
         if transforms() or torch.compiler.is_compiling():
-            raise errors.UnsupportedGraphError(_INSIDE_A_TRANSFORM)
+            raise UnsupportedGraphError(_INSIDE_A_TRANSFORM)
         arguments = read_arguments((params,), 0, "params")
         parts = pytree.flatten_up_to(towers, "encode", batch, "batch")
-        chunks = [
-            _row_chunks(part, chunk_size, pytree.path(towers, i, "batch"))
-            for i, part in enumerate(parts)
-        ]
+        paths = pytree.paths(towers, "batch")
+        chunks = [_row_chunks(p, chunk_size, path) for p, path in zip(parts, paths, strict=True)]
         pairs = zip(encoders, chunks, strict=True)
         stages = [_EncoderStage(encoder, arguments, one) for encoder, one in pairs]
         outputs = pytree.unflatten(towers, [stage.outputs() for stage in stages])
         if loss_stage.arguments == 1 and not any(stage.is_differentiable for stage in stages):
             raise independent("encode(params, chunk)")
-        captured: list[Tensor] = []
+        captured: Tensors = []
         given = outputs, arguments.args[0], batch
         values, aux, cotangents, of_loss = loss_stage.run(*given, captured)
-        total: list[Tensor | None] = [None] * len(arguments.variables)
+        total: Grads = [None] * len(arguments.variables)
         if of_loss is not None:  # which uses the params itself
             total = arguments.per_variable(pytree.flatten(of_loss)[0])
         by_tower = pytree.flatten_up_to(towers, "encode", cotangents, "outputs")
@@ -287,7 +281,7 @@ def _arguments_of(loss: Callable[..., Any]) -> int:
     if len(required) > 3:
         expected = "a function of (outputs), (outputs, params) or (outputs, params, batch)"
         got, fix = f"one of {len(required)} arguments", "functools.partial(loss, ...) for the rest"
-        raise errors.OptionError(message("loss", expected, got, fix))
+        raise OptionError(message("loss", expected, got, fix))
     return max(len(required), 1)
 
 
@@ -295,31 +289,27 @@ def _arguments_of(loss: Callable[..., Any]) -> int:
 class _LossStage:
     """The loss of the outputs of the whole batch, and its gradients."""
 
-    loss: Callable[..., Any]
+    loss: _Function
     arguments: int
     chunk_size: int | None
     has_aux: bool
     weights: PyTree
 
-    def run(
-        self, outputs: PyTree, params: PyTree, batch: PyTree, captured: list[Tensor]
-    ) -> tuple[PyTree, PyTree, PyTree, PyTree]:
+    def run(self, outputs: PyTree, params: PyTree, batch: PyTree, captured: Tensors) -> _LossResult:
         """Return the values, the aux, and the gradients with respect to outputs and params."""
         # What the losses depend on besides is added to `captured`.
         if self.chunk_size is None:
-            return self._run_one(outputs, params, batch, captured)
+            return self._run_one(captured, outputs, params, batch)
         rows = (outputs, batch) if self.arguments == 3 else (outputs,)
         values, grads, aux, cotangents = None, None, [], []
         for chunk in _row_chunks(rows, self.chunk_size, "outputs"):
-            value, one_aux, cotangent, grad = self._run_one(chunk[0], params, chunk[-1], captured)
+            value, one_aux, cotangent, grad = self._run_one(captured, chunk[0], params, chunk[-1])
             values, grads = _added(values, value), _added(grads, grad)
             aux.append(one_aux)
             cotangents.append(cotangent)
         return values, tuple(aux), _joined(cotangents, "outputs")[0], grads
 
-    def _run_one(
-        self, outputs: PyTree, params: PyTree, batch: PyTree, captured: list[Tensor]
-    ) -> tuple[PyTree, PyTree, PyTree, PyTree]:
+    def _run_one(self, captured: Tensors, *given: PyTree) -> _LossResult:
         def loss(*args: Any) -> Any:
             returned = self.loss(*args)
             tensors = pytree.tensors(returned)
@@ -329,7 +319,7 @@ class _LossStage:
 
         options = {"has_aux": self.has_aux, "weights": self.weights, "create_graph": False}
         differentiated = value_and_grads(loss, 0 if self.arguments == 1 else (0, 1), **options)
-        result, grads = differentiated(*(outputs, params, batch)[: self.arguments])
+        result, grads = differentiated(*given[: self.arguments])
         values, aux = result if self.has_aux else (result, None)
         return values, aux, *((grads, None) if self.arguments == 1 else grads)
 

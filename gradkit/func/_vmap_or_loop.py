@@ -20,6 +20,7 @@ from gradkit._compat.transforms import batched_like, level_of, transforms
 from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
 from gradkit._core.devices import is_capturing
+from gradkit._core.params import Tensors
 from gradkit._core.pytree import PyTree, Structure
 from gradkit._core.user_code import captured_by
 from gradkit._state import rng
@@ -76,8 +77,11 @@ Randomness: TypeAlias = Literal["error", "same", "different"]
 RANDOMNESS: tuple[Randomness, ...] = ("error", "same", "different")
 
 
+# Of one sample, or task: its gradients, and the tensors of aux.
+RunOne: TypeAlias = Callable[..., tuple[list[Any], Tensors]]
 # Of a function of one sample, and the dimension of the batch in each tensor.
-OneByOne: TypeAlias = Callable[..., Callable[..., tuple[list[Any], list[Tensor]]]]
+OneByOne: TypeAlias = Callable[..., RunOne]
+Dims: TypeAlias = list[int | None]  # by leaf, None for what is not batched
 
 
 class VmapOrLoop:
@@ -90,11 +94,11 @@ class VmapOrLoop:
         self.is_loop = False
         self._first_aux: object = None  # the structure of the first of a loop, and its constants
 
-    def run(self, tensors: Sequence[object], batched: Callable[[], R], loop: Callable[..., R]) -> R:
-        """Return what `batched` does; if torch.vmap fails, `loop(one_by_one=...)`, and warn."""
+    def run(self, tensors: Sequence[object], run: Callable[..., R]) -> R:
+        """Return what `run()` does; if torch.vmap fails, `run(one_by_one=...)`, and warn."""
         # The random number generators that it uses are those of the devices of `tensors`.
         if torch.compiler.is_compiling() or is_capturing():
-            return batched()
+            return run()
         captured = captured_by(self._fn)
         modules = [one for one in captured if isinstance(one, nn.Module)]
         modules = [one for one in modules if not isinstance(one, torch.jit.ScriptModule)]
@@ -102,7 +106,7 @@ class VmapOrLoop:
         states = rng.states(tensors) + own
         with modules_put_back(modules):
             try:
-                return batched()
+                return run()
             except errors.UnsupportedGraphError as error:
                 # What gradkit itself refuses has no cause.
                 reason = first_line(error.__cause__ or error)
@@ -111,7 +115,7 @@ class VmapOrLoop:
         rng.restore(states)
         self.is_loop = True
         repeated = own if self._randomness == "same" else []
-        result = loop(one_by_one=partial(_one_by_one, modules, repeated))
+        result = run(one_by_one=partial(_one_by_one, modules, repeated))
         if self._randomness == "error" and rng.differ(states):
             raise errors.UnsupportedGraphError(message("fn", *NOT_RANDOM))
         warn_fallback(f"{self._name} fell back from torch.vmap to a loop: {reason}.")
@@ -136,11 +140,11 @@ class VmapOrLoop:
 
 
 def _one_by_one(
-    modules: list[nn.Module], repeated: rng.States, fn: Callable[..., Any], dims: Sequence[int]
-) -> Callable[..., tuple[list[Any], list[Tensor]]]:
+    modules: list[nn.Module], repeated: rng.States, fn: RunOne, dims: Sequence[int]
+) -> RunOne:
     """Return what vmap does, for batches of one, each of which starts from the same state."""
 
-    def call(*tensors: Any) -> tuple[list[Any], list[Tensor]]:
+    def call(*tensors: Any) -> tuple[list[Any], Tensors]:
         pairs = zip(tensors, dims, strict=True)
         rng.restore(repeated)
         with modules_put_back(modules):
@@ -161,9 +165,7 @@ def require_dense(batch: Tensor, where: Callable[[], str]) -> None:
 class Batch:
     """A tree, some of whose tensors are batched."""
 
-    def __init__(
-        self, leaves: list[Any], dims: list[int | None], spec: Structure, size: int
-    ) -> None:
+    def __init__(self, leaves: list[Any], dims: Dims, spec: Structure, size: int) -> None:
         self.leaves, self._by_leaf, self._spec = leaves, dims, spec
         self.size = size  # the number of samples
         # The batched tensors, and the batch dimension of each.
@@ -176,13 +178,12 @@ class Batch:
         leaves = [leaf if dim is None else next(rest) for leaf, dim in pairs]
         return pytree.unflatten(self._spec, leaves)
 
-    def chunks(
-        self, tensors: Sequence[Tensor], size: int, randomness: Randomness
-    ) -> Iterator[tuple[int, list[Tensor]]]:
+    def chunks(self, size: int, randomness: Randomness) -> Iterator[tuple[int, Tensors]]:
         """Yield where each chunk begins, and its tensors; all draw the "same" numbers."""
         states = rng.states(self.leaves)
         for start in range(0, self.size, size):
             if randomness == "same":
                 rng.restore(states)
-            length, pairs = min(size, self.size - start), zip(tensors, self.dims, strict=True)
+            length = min(size, self.size - start)
+            pairs = zip(self.tensors, self.dims, strict=True)
             yield start, [x.narrow(dim, start, length) for x, dim in pairs]

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from gradkit._compat.transforms import transforms
+from gradkit._core.params import Tensors
 from gradkit.errors import LeafTypeError, OptionError, describe, message
-from gradkit.meta import _optimizer
-from gradkit.meta._optimizer import Factor, Hyper, Optimizer, Settings, StateLists, Tensors, Updated
+from gradkit.meta import _optimizer as ops
+from gradkit.meta._optimizer import Factor, Hyper, Leaves, Optimizer, Settings, StateLists, Updated
 
 _COUNT: Mapping[str, Callable[[Tensor], Any]] = {"step": lambda leaf: 0}
 
 
-@_optimizer.optimizer_function
+@ops.optimizer_function
 def sgd(
     lr: Hyper = 1e-3,
     *,
@@ -47,8 +48,7 @@ def sgd(
         maximize: Ascend instead of descend.
 
     Returns:
-        An `Optimizer` whose values are those of `torch.optim.SGD`. Its state has `"step"`, too, how
-        many steps each leaf has taken.
+        An `Optimizer` with the values of `torch.optim.SGD`; its `"step"` counts those of each leaf.
 
     Raises:
         OptionError: There is no such hyper-parameter, a number is negative (`dampening` may be), or
@@ -66,39 +66,37 @@ def sgd(
 
 def _sgd(params: Tensors, grads: Tensors, state: StateLists, hyper: Settings) -> Updated:
     momentum, dampening, nesterov = hyper["momentum"], hyper["dampening"], hyper["nesterov"]
-    if nesterov and (_optimizer.is_zero(momentum) or not _optimizer.is_zero(dampening)):
+    if nesterov and (ops.is_zero(momentum) or not ops.is_zero(dampening)):
         expected = "a momentum, and no dampening, as in torch.optim.SGD"
         got = f"momentum={describe(momentum)}, dampening={describe(dampening)}"
         fix = "sgd(lr=0.1, momentum=0.9, nesterov=True)"
         raise OptionError(message("nesterov", expected, got, fix))
-    grads = _optimizer.with_weight_decay(params, grads, hyper)
+    grads = ops.to_descend(params, grads, hyper)
     new = {**state, "step": [step + 1 for step in state["step"]]}
     direction = grads
-    if not _optimizer.is_zero(momentum):
+    if not ops.is_zero(momentum):
         direction = _momentum(state["momentum_buffer"], grads, momentum, dampening)
         new["momentum_buffer"] = direction
         if nesterov:
-            direction = _optimizer.add(grads, direction, momentum)
-    return _optimizer.descend(params, direction, hyper["lr"]), new
+            direction = ops.add(grads, direction, momentum)
+    return ops.descend(params, direction, hyper["lr"]), new
 
 
-def _momentum(
-    buffers: Sequence[Tensor | None], grads: Tensors, momentum: Factor, dampening: Factor
-) -> Tensors:
+def _momentum(buffers: Leaves, grads: Tensors, momentum: Factor, dampening: Factor) -> Tensors:
     """Return the momentum buffers after a step, which on the first step are the gradients."""
     # Leaf by leaf: another leaf may have had its first gradient before.
     started = [index for index, buffer in enumerate(buffers) if buffer is not None]
     if not started:
         return grads
     old = [buffer for buffer in buffers if buffer is not None]
-    share = _optimizer.combine(operator.sub, 1, _optimizer.select(dampening, started))
-    decayed = _optimizer.scale(old, _optimizer.select(momentum, started))
-    sums = _optimizer.add(decayed, _optimizer.select(grads, started), share)
+    share = ops.combine(operator.sub, 1, ops.select(dampening, started))
+    decayed = ops.scale(old, ops.select(momentum, started))
+    sums = ops.add(decayed, ops.select(grads, started), share)
     by_index = dict(zip(started, sums, strict=True))
     return [by_index.get(index, grad) for index, grad in enumerate(grads)]
 
 
-@_optimizer.optimizer_function
+@ops.optimizer_function
 def adam(
     lr: Hyper = 1e-3,
     *,
@@ -141,7 +139,7 @@ def adam(
     return _make("adam", {**hyper, "maximize": maximize, "amsgrad": amsgrad})
 
 
-@_optimizer.optimizer_function
+@ops.optimizer_function
 def adamw(
     lr: Hyper = 1e-3,
     *,
@@ -194,17 +192,15 @@ def _adam(
     _refuse_complex(name, params)
     if hyper["amsgrad"] and "max_exp_avg_sq" not in state:
         raise _no_state_for(name, "amsgrad")
-    if name == "adamw":
-        if not _optimizer.is_zero(hyper["weight_decay"]):
-            shrinkage = _optimizer.combine(operator.mul, hyper["lr"], hyper["weight_decay"])
-            params = _optimizer.descend(params, params, shrinkage)
-        grads = _optimizer.ascent_as_descent(grads, hyper)
-    else:
-        grads = _optimizer.with_weight_decay(params, grads, hyper)
+    is_decoupled = name == "adamw"
+    if is_decoupled and not ops.is_zero(hyper["weight_decay"]):
+        shrinkage = ops.combine(operator.mul, hyper["lr"], hyper["weight_decay"])
+        params = ops.descend(params, params, shrinkage)
+    grads = ops.to_descend(params, grads, hyper, decay=not is_decoupled)
     beta, beta_sq = hyper["betas"]
     steps = [step + 1 for step in state["step"]]
-    means = _optimizer.moving_average(state["exp_avg"], grads, beta)
-    squares = _optimizer.moving_average(state["exp_avg_sq"], _optimizer.squared(grads), beta_sq)
+    means = ops.moving_average(state["exp_avg"], grads, beta)
+    squares = ops.moving_average(state["exp_avg_sq"], ops.squared(grads), beta_sq)
     new: StateLists = {"step": steps, "exp_avg": means, "exp_avg_sq": squares}
     if hyper["amsgrad"]:
         squares = list(map(torch.maximum, state["max_exp_avg_sq"], squares))
@@ -212,14 +208,10 @@ def _adam(
     elif "max_exp_avg_sq" in state:
         new["max_exp_avg_sq"] = state["max_exp_avg_sq"]
     first, second = _bias_correction(beta, steps), _bias_correction(beta_sq, steps)
-    roots = _optimizer.scale(
-        _optimizer.sqrt(squares), _optimizer.combine(operator.pow, second, -0.5)
-    )
-    direction = _divide_by_root(means, _optimizer.add_scalar(roots, hyper["eps"]), squares)
-    rate = _optimizer.combine(
-        operator.mul, hyper["lr"], _optimizer.combine(operator.pow, first, -1.0)
-    )
-    return _optimizer.descend(params, direction, rate), new
+    roots = ops.scale(ops.sqrt(squares), ops.combine(operator.pow, second, -0.5))
+    direction = _divide_by_root(means, ops.add_scalar(roots, hyper["eps"]), squares)
+    rate = ops.combine(operator.mul, hyper["lr"], ops.combine(operator.pow, first, -1.0))
+    return ops.descend(params, direction, rate), new
 
 
 def _bias_correction(beta: Factor, steps: Sequence[int]) -> Factor:
@@ -228,11 +220,11 @@ def _bias_correction(beta: Factor, steps: Sequence[int]) -> Factor:
     # torch.compile, which would trace again for each count that is compared, takes them one by one.
     if not (isinstance(beta, list) or torch.compiler.is_compiling()) and len(set(steps)) == 1:
         return 1 - beta ** steps[0]
-    betas = _optimizer.per_tensor(beta, len(steps))
+    betas = ops.per_tensor(beta, len(steps))
     return [1 - b**step for b, step in zip(betas, steps, strict=True)]
 
 
-@_optimizer.optimizer_function
+@ops.optimizer_function
 def rmsprop(
     lr: Hyper = 1e-2,
     *,
@@ -286,20 +278,20 @@ def _rmsprop(params: Tensors, grads: Tensors, state: StateLists, hyper: Settings
     _refuse_complex("rmsprop", params)
     if hyper["centered"] and any(mean is None for mean in state["grad_avg"]):
         raise _no_state_for("rmsprop", "centered")
-    grads = _optimizer.with_weight_decay(params, grads, hyper)
+    grads = ops.to_descend(params, grads, hyper)
     alpha, momentum = hyper["alpha"], hyper["momentum"]
-    squares = _optimizer.moving_average(state["square_avg"], _optimizer.squared(grads), alpha)
+    squares = ops.moving_average(state["square_avg"], ops.squared(grads), alpha)
     means, variances = state["grad_avg"], squares
     if hyper["centered"]:
-        means = _optimizer.moving_average(means, grads, alpha)
-        variances = _optimizer.add(squares, _optimizer.squared(means), -1.0)
-    roots = _optimizer.add_scalar(_optimizer.sqrt(variances), hyper["eps"])
+        means = ops.moving_average(means, grads, alpha)
+        variances = ops.add(squares, ops.squared(means), -1.0)
+    roots = ops.add_scalar(ops.sqrt(variances), hyper["eps"])
     direction, buffers = _divide_by_root(grads, roots, variances), state["momentum_buffer"]
-    if not _optimizer.is_zero(momentum):
-        direction = buffers = _optimizer.add(direction, buffers, momentum)
+    if not ops.is_zero(momentum):
+        direction = buffers = ops.add(direction, buffers, momentum)
     steps = [step + 1 for step in state["step"]]
     new = {"step": steps, "square_avg": squares, "grad_avg": means, "momentum_buffer": buffers}
-    return _optimizer.descend(params, direction, hyper["lr"]), new
+    return ops.descend(params, direction, hyper["lr"]), new
 
 
 def _divide_by_root(numerators: Tensors, denominators: Tensors, squares: Tensors) -> Tensors:

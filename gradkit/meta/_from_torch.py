@@ -12,27 +12,22 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer as TorchOptimizer
 from torch.overrides import TorchFunctionMode
 
 from gradkit import errors
+from gradkit._compat import transforms as torch_func
 from gradkit._compat.dynamo import leave_uncompiled
-from gradkit._compat.transforms import (
-    differentiated,
-    in_jvp,
-    is_differentiated_tensor,
-    is_dual,
-    transforms,
-)
+from gradkit._compat.transforms import is_differentiated_tensor, is_dual, transforms
 from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
 from gradkit._core.call import check_bool, is_number
+from gradkit._core.params import Tensors
 from gradkit._state.grad_attribute import set_grad
 from gradkit.errors import describe, first_line, message
 from gradkit.meta import _optimizer
 from gradkit.meta._builtin_optimizers import adam, adamw, rmsprop, sgd
-from gradkit.meta._optimizer import Optimizer, Settings, StateLists, Tensors, Updated
-
-OptimizerClass: TypeAlias = type[torch.optim.Optimizer]
+from gradkit.meta._optimizer import Optimizer, Settings, StateLists, Updated
 
 _REIMPLEMENTED: Mapping[type, Callable[..., Optimizer]] = {
     torch.optim.SGD: sgd,
@@ -48,6 +43,8 @@ _REFUSED = {
 }
 # Hyper-parameters through which torch's own code keeps the gradient right [T3].
 _DIFFERENTIABLE = {"NAdam": {"lr", "momentum_decay"}, "RAdam": {"lr"}}
+_CONSTANT = "a number: torch drops the gradient of this hyper-parameter, or gets it wrong"
+_ANOTHER = "pass a number, or use sgd, adam, adamw or rmsprop, which keep every gradient"
 _CONSTRUCTOR_ONLY = {"initial_accumulator_value"}  # read there alone, to make the first state
 TorchState: TypeAlias = dict[str, Any]  # of one parameter, as torch's optimizers keep it
 
@@ -71,8 +68,7 @@ def from_torch(optimizer: type[torch.optim.Optimizer], **hyper: Any) -> Optimize
             dict or a list is a tree like params, with a number or a tensor for each leaf.
 
     Returns:
-        An `Optimizer` with the values of the class. The derivative of a square root at 0 is taken
-        as 0.
+        An `Optimizer` with the values of the class; the derivative of sqrt at 0 is taken as 0.
 
     Raises:
         OptionError: The class has no such argument, or refuses a number.
@@ -108,7 +104,7 @@ def from_torch(optimizer: type[torch.optim.Optimizer], **hyper: Any) -> Optimize
 class _TorchRule:
     """The update of a class of torch.optim: torch's step, with an optimizer that is thrown away."""
 
-    optimizer: OptimizerClass
+    optimizer: type[TorchOptimizer]
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
@@ -122,9 +118,9 @@ class _TorchRule:
         name = self.optimizer.__name__
         _check_hyper(name, hyper)
         tensors = pytree.tensors((params, grads, state, dict(hyper)))
-        create_graph = in_jvp() or (not transforms() and any(map(is_dual, tensors)))
+        create_graph = torch_func.in_jvp() or (not transforms() and any(map(is_dual, tensors)))
         if not create_graph and torch.is_grad_enabled():
-            create_graph = differentiated() or any(x.requires_grad for x in tensors)
+            create_graph = torch_func.differentiated() or any(x.requires_grad for x in tensors)
         # A subclass of SGD has torch's first momentum step, which drops its gradient [T4].
         is_sgd = issubclass(self.optimizer, torch.optim.SGD)
         if create_graph and (is_sgd or "differentiable" not in self.arguments):
@@ -147,8 +143,7 @@ class _TorchRule:
             if not transforms() or isinstance(error, errors.GradkitError):
                 raise
             expected = "an optimizer that runs inside torch.func's transforms"
-            got = f"one that does not: {first_line(error)}"
-            fix = "use sgd, adam, adamw or rmsprop"
+            got, fix = f"one that does not: {first_line(error)}", "use sgd, adam, adamw or rmsprop"
             raise errors.UnsupportedOptimizerError(message(name, expected, got, fix)) from error
 
     def _step(
@@ -177,18 +172,14 @@ class _TorchRule:
             set_grad(p, None)
         return fresh, [dict(opt.state[p]) for p in fresh]
 
-    def _temporary(
-        self, params: Tensors, hyper: Settings, differentiable: bool
-    ) -> torch.optim.Optimizer:
+    def _temporary(self, params: Tensors, hyper: Settings, differentiable: bool) -> TorchOptimizer:
         flags = {"foreach": False, "differentiable": differentiable}
         constants: dict[str, Any] = {k: flag for k, flag in flags.items() if k in self.arguments}
         # The constructor checks numbers; tensors, which it would read, are put in afterwards.
         for key, value in hyper.items():
-            if key in _CONSTRUCTOR_ONLY and isinstance(value, Tensor):
-                constants[key] = value.item()
-            elif key in _CONSTRUCTOR_ONLY or all(
-                map(is_number, value if isinstance(value, tuple) else (value,))
-            ):
+            if key in _CONSTRUCTOR_ONLY:
+                constants[key] = value.item() if isinstance(value, Tensor) else value
+            elif all(map(is_number, value if isinstance(value, tuple) else (value,))):
                 constants[key] = value
         try:
             opt = self.optimizer(params, **constants)
@@ -236,13 +227,13 @@ class _TorchRule:
 
 
 def _check_class(optimizer: object) -> None:
-    is_class = isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
+    is_class = isinstance(optimizer, type) and issubclass(optimizer, TorchOptimizer)
     name = optimizer.__name__ if isinstance(optimizer, type) else ""
     if not is_class or name in _REFUSED:
         expected = "a class of torch.optim that is a function of gradients"
         got = f"{name}: {_REFUSED[name]}" if is_class else describe(optimizer)
         fix = "another class, such as torch.optim.Adam"
-        if isinstance(optimizer, torch.optim.Optimizer):
+        if isinstance(optimizer, TorchOptimizer):
             fix = f"the class itself: from_torch(torch.optim.{type(optimizer).__name__}, lr=0.1)"
         raise errors.UnsupportedOptimizerError(message("optimizer", expected, got, fix))
 
@@ -278,22 +269,13 @@ def _check_hyper(name: str, hyper: Settings) -> None:
             expected, got = "one tuple for all leaves", "a tuple of trees"
             fix = "use adam or adamw, which take a tree for each of betas"
             raise errors.UnsupportedOptimizerError(message(where, expected, got, fix))
-        for x in pytree.tensors(value):
-            if x.is_complex():
-                text = message(where, "a real number", describe(x), f"{key}.real")
-                raise errors.LeafTypeError(text)
-        learned = [
-            x
-            for x in pytree.tensors(value)
-            if x.requires_grad or is_differentiated_tensor(x) or is_dual(x)
-        ]
-        if learned and key not in _DIFFERENTIABLE.get(name, ()):
-            expected = (
-                "a number: torch drops the gradient of this hyper-parameter, or gets it wrong"
-            )
-            fix = "pass a number, or use sgd, adam, adamw or rmsprop, which keep every gradient"
-            text = message(where, expected, describe(learned[0]), fix)
-            raise errors.UnsupportedOptimizerError(text)
+        for x in filter(Tensor.is_complex, pytree.tensors(value)):
+            text = message(where, "a real number", describe(x), f"{key}.real")
+            raise errors.LeafTypeError(text)
+        for x in pytree.tensors(value) if key not in _DIFFERENTIABLE.get(name, ()) else ():
+            if x.requires_grad or is_differentiated_tensor(x) or is_dual(x):
+                got = describe(x)
+                raise errors.UnsupportedOptimizerError(message(where, _CONSTANT, got, _ANOTHER))
 
 
 class _SafeSqrt(TorchFunctionMode):

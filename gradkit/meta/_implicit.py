@@ -23,7 +23,7 @@ from gradkit._core.call import check_bool, check_function, check_option, is_posi
 from gradkit._core.graph import Subgraph
 from gradkit._core.leaf_arithmetic import same_values
 from gradkit._core.ownership import without_inference
-from gradkit._core.params import Params
+from gradkit._core.params import Grads, Params, Tensors
 from gradkit._core.pytree import PyTree
 from gradkit._core.user_code import hooks_made
 from gradkit._state.rerun import RerunState, recording_writes
@@ -33,7 +33,6 @@ from gradkit.errors import describe, message, warn_fallback
 from gradkit.func import _make_functional as checkpoints
 from gradkit.func._products import write_counts
 from gradkit.meta._inner_step import read_inner_params, read_loss, refuse_captured, runs_user_code
-from gradkit.meta._optimizer import Tensors
 
 # Multiplies a vector, given as a list of tensors, by the matrix.
 MatrixVectorProduct: TypeAlias = Callable[[Tensors], Tensors]
@@ -163,12 +162,10 @@ def _minimize(solver: Callable[..., PyTree], params: Params, outer: PyTree) -> T
         constant = [i for i, copy in enumerate(copies) if not copy.requires_grad]
         is_detached = isinstance(error, errors.DetachedLossError | errors.UnreachedParamError)
         if constant and (is_detached or "does not require grad" in str(error)):
-            expected = (
-                "a tensor that requires grad, as the solver differentiates with respect to it"
-            )
+            expected = "a tensor that requires grad, as the solver differentiates with respect to "
             fix = "find(tensor.requires_grad_(), outer); or in the solver, x = x.detach()"
             fix += ".requires_grad_()"
-            text = message(params.path(constant[0]), expected, "one that does not", fix)
+            text = message(params.path(constant[0]), f"{expected}it", "one that does not", fix)
             raise errors.UnsupportedGraphError(text) from error
         raise
     leaves = pytree.flatten_up_to(params.spec, "params", solved, root)
@@ -258,7 +255,7 @@ class _OptimalityCondition:
 
     def outer_grads(
         self, at: Tensors, outer: Tensors, needed: Sequence[bool], cotangents: Tensors
-    ) -> list[Tensor | None]:
+    ) -> Grads:
         """Return the gradients with respect to the outer tensors, from those at the minimum."""
         with torch.enable_grad(), self._state.second_run() as run:
             at = _as_leaves(at)

@@ -26,7 +26,7 @@ from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree, user_code
 from gradkit._core.call import Losses
 from gradkit._core.graph import Subgraph, edge
-from gradkit._core.params import expand_params
+from gradkit._core.params import Grads, Tensors, expand_params
 from gradkit._core.pytree import PyTree
 from gradkit._core.results_without_graph import with_refused_derivatives
 from gradkit._state.rerun import RerunState, recording_writes, what_first_run_made
@@ -38,16 +38,13 @@ from gradkit.func import _make_functional as checkpoints
 from gradkit.func._arguments import Arguments, read_arguments
 from gradkit.func._differentiate import LevelPasses, differentiate, parts_of, read_returned
 from gradkit.meta._builtin_optimizers import is_own_rule
-from gradkit.meta._optimizer import Optimizer, StateLists, Tensors, check_grads, update
+from gradkit.meta._optimizer import Optimizer, StateLists, check_grads, update
 
 
 def read_inner_params(tree: PyTree, *, dense: bool = False) -> Arguments:
     """Open and check params, of which none may be sparse if they are to be dense."""
     leaves, spec = expand_params(tree, "params")
-    params = read_arguments((pytree.unflatten(spec, leaves),), 0, "params")
-    if dense:
-        params.refuse_sparse()
-    return params
+    return read_arguments((pytree.unflatten(spec, leaves),), 0, "params", dense=dense)
 
 
 def raised_where_it_would_take(error: Exception, fn: Callable[..., Any], *args: Any) -> bool:
@@ -68,10 +65,8 @@ def read_loss(returned: PyTree, fn: str, *, has_aux: bool = False) -> tuple[Tens
     losses, aux = read_returned(returned, has_aux=has_aux, scalar=True, where=fn, loss="loss")
     if len(losses.leaves) != 1:
         got = f"{len(losses.leaves)} losses"
-        fix = (
-            "return their sum; or if this is (loss, aux), return the loss alone, or pass "
-            "has_aux=True to a call that takes it"
-        )
+        fix = "return their sum; or if this is (loss, aux), return the loss alone, or pass "
+        fix += "has_aux=True to a call that takes it"
         raise errors.NotScalarLossError(message(fn, "one loss", got, fix))
     return losses.leaves[0].reshape(()), aux
 
@@ -87,11 +82,8 @@ def read_loss_and_buffers(
     return read_loss((loss, None), "loss_fn", has_aux=True)[0], (after, aux[0] if aux else None)
 
 
-def takes_outer_and_state(grad_transform: Callable[..., PyTree] | None) -> bool:
+def takes_outer_and_state(fn: object) -> bool:
     """Return whether a `grad_transform` takes three arguments, as a learned optimizer does."""
-    fn = grad_transform
-    if fn is None:
-        return False
     fits = [count for count in (1, 3) if callable(fn) and _takes(fn, count)]
     if len(fits) != 1:
         got = f"one that takes {inspect.signature(fn)}" if callable(fn) else describe(fn)
@@ -112,22 +104,21 @@ def _takes(fn: Callable[..., Any], count: int) -> bool:
     return True
 
 
-def refuse_captured(
-    where: str, below: Subgraph, inputs: Iterable[Tensor], made: Callable[[Tensor], bool]
-) -> None:
+IsMade: TypeAlias = Callable[[Tensor], bool]  # whether an operator of the run has made a tensor
+
+
+def refuse_captured(where: str, below: Subgraph, inputs: Iterable[Tensor], made: IsMade) -> None:
     """Raise if a graph ends at a leaf that is no input, and that outlives the run."""
     # A leaf that an operator of the run has made, and that nothing but the graph refers to now.
-    ids, alone = set(map(id, inputs)), _references_of_lone_leaf()
-    references = _references(below)
+    ids, alone, references = set(map(id, inputs)), _references_of_lone_leaf(), _references(below)
     if any(
         leaf.requires_grad and key not in ids and not (made(leaf) and references[key] <= alone)
         for key, leaf in below.leaves.items()
     ):
         expected, fix = _ADVICE[where]
         got = "one that uses a tensor from outside that requires grad: its gradient would be lost"
-        fix += (
-            "; if it makes the tensor itself, by x.detach().requires_grad_(), not nn.Parameter(x)"
-        )
+        fix += "; if it makes the tensor itself, by x.detach().requires_grad_(), not "
+        fix += "nn.Parameter(x)"
         raise errors.UnsupportedGraphError(message(where, expected, got, fix))
 
 
@@ -161,7 +152,6 @@ def runs_user_code(below: Subgraph, hooks: int) -> bool:
     return user_code.hooks_made() != hooks or bool(user_code.user_functions(below.kinds))
 
 
-Grads = list[Tensor | None]
 InnerGrads: TypeAlias = tuple[Tensor, Grads, PyTree]  # the loss, its gradients, the aux
 # The loss and aux of a tree of params.
 LossOfParams = Callable[[PyTree], tuple[Tensor, PyTree]]
@@ -170,7 +160,7 @@ LossOfParams = Callable[[PyTree], tuple[Tensor, PyTree]]
 class Carry(NamedTuple):
     """What each step passes to the next: the variables, the optimizer's state of each, buffers."""
 
-    tensors: list[Tensor]
+    tensors: Tensors
     state: StateLists
     buffers: PyTree  # None, or what the loss returns besides, for the next step
 
@@ -187,7 +177,7 @@ class StepOutputs(NamedTuple):
     """The carry after some steps, and the 0-dim loss and the aux of each."""
 
     carry: Carry
-    losses: list[Tensor]
+    losses: Tensors
     aux: list[PyTree]
     between: list[Tensors]  # the variables after each step but the last, if asked for
 
@@ -224,8 +214,8 @@ class InnerStep:
         if transforms():
             out = self._functional(loss_fn, carry.tensors, create_graph)
         else:
-            constants = partial(pytree.tensors, (inputs.outer, batch, buffers))
-            out = self._eager(loss_fn, carry.tensors, constants, create_graph)
+            given = inputs.outer, batch, buffers
+            out = self._eager(loss_fn, carry.tensors, given, create_graph)
         loss, grads, aux = out
         if self.has_buffers:
             buffers, aux = aux
@@ -259,11 +249,7 @@ class InnerStep:
         return params.per_variable(movable)
 
     def _eager(
-        self,
-        loss_fn: LossOfParams,
-        tensors: Tensors,
-        constants: Callable[[], Tensors],
-        create_graph: bool,
+        self, loss_fn: LossOfParams, tensors: Tensors, given: PyTree, create_graph: bool
     ) -> InnerGrads:
         twice = create_graph and not self.first_order  # whether the gradients get a graph, too
         with torch.enable_grad(), INSIDE:
@@ -284,7 +270,8 @@ class InnerStep:
                 one = InnerPass("the inner loss", self.params.path, variables, below)
                 made = None if twice or self.first_order else what_first_run_made()
                 if made is not None and runs_user_code(below, hooks):
-                    grads = _first_pass_of_two(one, loss, [*variables, *constants()], made)
+                    inputs = [*variables, *pytree.tensors(given)]
+                    grads = _first_pass_of_two(one, loss, inputs, made)
                 else:
                     with recording_writes():
                         grads = one.guarded(run, create_graph=twice)
@@ -297,16 +284,14 @@ class InnerStep:
             raise errors.UnreachedParamError(message("the inner loss", expected, got, fix))
         return loss, grads, aux
 
-    def _functional(
-        self, loss_fn: LossOfParams, tensors: Tensors, create_graph: bool
-    ) -> InnerGrads:
+    def _functional(self, fn: LossOfParams, tensors: Tensors, create_graph: bool) -> InnerGrads:
         def run(losses: Losses, passes: LevelPasses) -> list[Grads]:
             variables = passes.variables
             return [passes.grads(losses.leaves, [None], variables, retain=create_graph)]
 
         arguments = self.params.at((self.params.tree(tensors),))
         option = None if create_graph else False
-        out = differentiate(loss_fn, arguments, {}, run, has_aux=True, create_graph=option)
+        out = differentiate(fn, arguments, {}, run, has_aux=True, create_graph=option)
         grads = out.grads[0]
         if self.first_order:
             grads = [grad if grad is None else grad.detach() for grad in grads]
@@ -315,9 +300,7 @@ class InnerStep:
         return out.values[0], grads, out.aux
 
 
-def _first_pass_of_two(
-    one: InnerPass, loss: Tensor, inputs: Tensors, made: Callable[[Tensor], bool]
-) -> Grads:
+def _first_pass_of_two(one: InnerPass, loss: Tensor, inputs: Tensors, made: IsMade) -> Grads:
     """Return constant gradients; raise if their graph, which the second run makes, ends outside."""
     run = partial(inner_grads, [loss], one.variables, create_graph=True)
     with recording_writes():
@@ -328,7 +311,7 @@ def _first_pass_of_two(
     return [grad if grad is None else grad.detach() for grad in grads]
 
 
-def _check_graph(loss: Tensor, variables: list[Tensor], *, create_graph: bool) -> Subgraph | None:
+def _check_graph(loss: Tensor, variables: Tensors, *, create_graph: bool) -> Subgraph | None:
     """Check the graph of a step, and return it if its pass is to be guarded."""
     alive = user_code.functions_alive()
     if not loss.requires_grad or not (create_graph or any(alive) or user_code.hooks_registered()):
@@ -365,14 +348,14 @@ class _Segment:
     rebuild_outputs: Callable[[Iterable[Tensor]], Any] = field(init=False)
     constants: set[int] = field(init=False)  # the ids of the buffers that carry no graph
 
-    def _flat_run(self, tensors: Sequence[Tensor], *, create_graph: bool) -> list[Tensor]:
+    def _flat_run(self, tensors: Sequence[Tensor], *, create_graph: bool) -> Tensors:
         steps_done = self.run(*self.rebuild(tensors), create_graph=create_graph)
         buffers, _ = pytree.partition_tensors(steps_done.carry.buffers)
         self.constants = {id(x) for x in buffers if not x.requires_grad}
         outputs, self.rebuild_outputs = pytree.partition_tensors(steps_done)
         return outputs
 
-    def values(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    def values(self, tensors: Sequence[Tensor]) -> tuple[Tensors, Tensors]:
         """Run the steps for their values; return them, and those that have no gradient."""
         inputs = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
         for variable in inputs[: self.variables]:
@@ -385,9 +368,7 @@ class _Segment:
         pairs = zip(values, outputs, strict=True)
         return values, [value for value, x in pairs if id(x) in self.constants]
 
-    def grads(
-        self, tensors: Sequence[Tensor], cotangents: Sequence[Tensor | None], needed: Sequence[bool]
-    ) -> list[Tensor | None]:
+    def grads(self, tensors: Tensors, cotangents: Sequence[Any], needed: Sequence[bool]) -> Grads:
         """Run the steps a second time, and a backward pass through them."""
         create_graph = torch.is_grad_enabled()
         with torch.enable_grad(), self.state.second_run() as run:
@@ -404,10 +385,8 @@ class _Segment:
             if create_graph:
                 refuse_wrong_derivative(lambda: "loss_fn", variables, below, by_formula=True)
             one = InnerPass("loss_fn", "its input {}".format, variables, below, cotangents)
-            run_pass = partial(
-                inner_grads, outputs, variables, cotangents, create_graph=create_graph
-            )
-            reached = iter(one.guarded(run_pass, create_graph=create_graph))
+            pull = partial(inner_grads, outputs, variables, cotangents, create_graph=create_graph)
+            reached = iter(one.guarded(pull, create_graph=create_graph))
         return [next(reached) if need else None for need in needed]
 
 

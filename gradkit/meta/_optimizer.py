@@ -16,13 +16,14 @@ from gradkit import errors
 from gradkit._compat.transforms import transforms
 from gradkit._core import pytree
 from gradkit._core.call import check_bool, is_number
-from gradkit._core.params import expand_params
+from gradkit._core.params import Tensors, expand_params
 from gradkit._core.pytree import PyTree, Structure
 from gradkit.errors import describe, message
 
-Tensors: TypeAlias = list[Tensor]
 # A hyper-parameter for a list of tensors: one number for all, or a number or tensor for each.
 Factor: TypeAlias = float | list[float | Tensor]
+Settings: TypeAlias = Mapping[str, Any]  # hyper-parameters by name
+Leaves: TypeAlias = Sequence[Any]  # of a tree of params: tensors and None
 
 
 def per_tensor(factor: Factor, count: int) -> Sequence[float | Tensor]:
@@ -94,15 +95,11 @@ def is_zero(factor: Factor) -> bool:
     return not isinstance(factor, list) and factor == 0
 
 
-def ascent_as_descent(grads: Tensors, hyper: Mapping[str, Any]) -> Tensors:
-    """Return the gradients, negated with `maximize`."""
-    return scale(grads, -1.0) if hyper["maximize"] else grads
-
-
-def with_weight_decay(params: Tensors, grads: Tensors, hyper: Mapping[str, Any]) -> Tensors:
-    """Return the gradients to descend, with the weight decay added."""
-    grads, decay = ascent_as_descent(grads, hyper), hyper["weight_decay"]
-    return grads if is_zero(decay) else add(grads, params, decay)
+def to_descend(params: Tensors, grads: Tensors, hyper: Settings, *, decay: bool = True) -> Tensors:
+    """Return the gradients, negated with `maximize`, and with `decay` that of the weights added."""
+    grads = scale(grads, -1.0) if hyper["maximize"] else grads
+    is_added = decay and not is_zero(hyper["weight_decay"])
+    return add(grads, params, hyper["weight_decay"]) if is_added else grads
 
 
 def descend(params: Tensors, direction: Tensors, lr: Factor) -> Tensors:
@@ -115,7 +112,6 @@ Hyper: TypeAlias = Any
 State: TypeAlias = dict[str, PyTree]
 # The state of a list of tensors: by name of the entry, a value for each tensor.
 StateLists: TypeAlias = dict[str, list[Any]]
-Settings: TypeAlias = Mapping[str, Any]  # hyper-parameters by name
 Updated: TypeAlias = tuple[Tensors, StateLists]  # the new tensors and their new state
 UpdateRule: TypeAlias = Callable[[Tensors, Tensors, StateLists, Settings], Updated]
 
@@ -162,7 +158,7 @@ class Optimizer:
         """
         leaves, spec = expand_params(params, "params")
         for index, leaf in enumerate(leaves):
-            if leaf is not None and not isinstance(leaf, Tensor):
+            if not isinstance(leaf, Tensor | None):
                 where, fix = pytree.path(spec, index, "params"), "pass a tree of tensors"
                 raise errors.LeafTypeError(message(where, "a tensor or None", describe(leaf), fix))
         return _to_trees(spec, initial_state(self, leaves))
@@ -174,8 +170,7 @@ class Optimizer:
 
         Args:
             params: A tree of tensors; a module stands for its named parameters.
-            grads: A tree like it of tensors of the same shapes, or None: that leaf is skipped, as
-                torch's optimizers do.
+            grads: A tree like it of tensors of the same shapes; or None, which skips the leaf.
             state: What `init` or the last step returned.
             hyper: Hyper-parameters for this step, in place of those that the optimizer has.
                 `amsgrad` and `centered` cannot be switched on: `init` has made no entry for them.
@@ -187,8 +182,7 @@ class Optimizer:
         Raises:
             LeafTypeError: A leaf of params or grads is not a floating-point tensor, or is complex
                 where params are real; or a hyper-parameter is not a number or a tensor.
-            OptionError: A hyper-parameter is unknown, out of range, or not what the state was made
-                for.
+            OptionError: A hyper-parameter is unknown, out of range, or does not fit the state.
             StructureError: The trees, or the shapes in them, do not match.
         """
         check_names(self.name, hyper, self.hyper, "opt.step(params, grads, state, lr=lr)")
@@ -210,7 +204,7 @@ def _to_trees(spec: Structure, state_lists: StateLists) -> State:
     return {name: pytree.unflatten(spec, column) for name, column in state_lists.items()}
 
 
-def initial_state(opt: Optimizer, leaves: Sequence[Any]) -> StateLists:
+def initial_state(opt: Optimizer, leaves: Leaves) -> StateLists:
     """Return the state before the first step of a list of tensors and None."""
     return {
         name: [None if leaf is None else start(leaf) for leaf in leaves]
@@ -218,7 +212,7 @@ def initial_state(opt: Optimizer, leaves: Sequence[Any]) -> StateLists:
     }
 
 
-def read_state(opt: Optimizer, state: object, leaves: Sequence[Any], spec: Structure) -> StateLists:
+def read_state(opt: Optimizer, state: object, leaves: Leaves, spec: Structure) -> StateLists:
     """Open and check a state."""
     if not isinstance(state, Mapping) or set(state) != set(opt.entries):
         expected = f"a state of {opt.name}, with {', '.join(opt.entries) or 'no entries'}"
@@ -233,9 +227,7 @@ def read_state(opt: Optimizer, state: object, leaves: Sequence[Any], spec: Struc
     return columns
 
 
-def _check_entries(
-    opt: Optimizer, columns: StateLists, leaves: Sequence[Any], spec: Structure
-) -> None:
+def _check_entries(opt: Optimizer, columns: StateLists, leaves: Leaves, spec: Structure) -> None:
     """Raise for an entry that is no count, and no tensor of its leaf's shape."""
     for name, column in columns.items():
         is_count, is_optional = name == "step", opt.entries[name] is not torch.zeros_like
@@ -257,11 +249,7 @@ _FLAGS = ("nesterov", "maximize", "amsgrad", "centered")
 
 
 def read_settings(
-    opt: Optimizer,
-    hyper: Mapping[str, Hyper],
-    leaves: Sequence[Any],
-    spec: Structure,
-    moving: Sequence[int],
+    opt: Optimizer, hyper: Settings, leaves: Leaves, spec: Structure, moving: Sequence[int]
 ) -> dict[str, Any]:
     """Open and check hyper-parameters: those that are trees become lists like `leaves`."""
     settings = dict(hyper)
@@ -276,13 +264,13 @@ def read_settings(
 
 
 def _read_hyperparam(
-    name: str, value: Hyper, leaves: Sequence[Any], spec: Structure, moving: Collection[int]
+    name: str, value: Hyper, leaves: Leaves, spec: Structure, moving: Collection[int]
 ) -> Any:
     """Return a number, or a list with a number or a tensor for each leaf; of `betas`, a pair."""
     if name == "betas":
         if not isinstance(value, tuple | list) or len(value) != 2:
-            text = message("betas", "a pair", describe(value), "betas=(0.9, 0.999)")
-            raise errors.OptionError(text)
+            got, fix = describe(value), "betas=(0.9, 0.999)"
+            raise errors.OptionError(message("betas", "a pair", got, fix))
         named = zip(("betas[0]", "betas[1]"), value, strict=True)
         return tuple(_read_hyperparam(one, beta, leaves, spec, moving) for one, beta in named)
     if is_number(value):
@@ -309,7 +297,7 @@ def _read_hyperparam(
     return values
 
 
-def _check_ranges(hyper: Mapping[str, Hyper]) -> None:
+def _check_ranges(hyper: Settings) -> None:
     """Raise for a number that torch.optim refuses; the value of a tensor is not read."""
     for name, value in hyper.items():
         for number in pytree.flatten(value)[0] if name != "dampening" else ():
@@ -330,11 +318,7 @@ def require_optimizer(opt: object) -> None:
 
 
 def update(
-    opt: Optimizer,
-    tensors: Sequence[Any],
-    grads: Sequence[Tensor | None],
-    state: StateLists,
-    settings: Settings,
+    opt: Optimizer, tensors: Leaves, grads: Leaves, state: StateLists, settings: Settings
 ) -> Updated:
     """Return tensors and state after one step; without a gradient they stay as they are."""
     moving = [index for index, grad in enumerate(grads) if grad is not None]
@@ -343,22 +327,16 @@ def update(
         return after, state
     old, of_moving = select(after, moving), select(list(grads), moving)
     columns = {name: select(column, moving) for name, column in after_state.items()}
-    new, entries = opt.rule(
-        old,
-        list(map(_as_dtype, of_moving, old)),
-        columns,
-        {name: as_factor(select(value, moving)) for name, value in settings.items()},
-    )
+    factors = {name: as_factor(select(value, moving)) for name, value in settings.items()}
+    pairs = zip(of_moving, old, strict=True)
+    cast_grads = [g if g.dtype == x.dtype else g.to(x.dtype) for g, x in pairs]
+    new, entries = opt.rule(old, cast_grads, columns, factors)
     given = list(zip(of_moving, *columns.values(), strict=True))
     for i, index in enumerate(moving):
-        after[index] = _as_dtype(new[i], old[i])
+        after[index] = new[i] if new[i].dtype == old[i].dtype else new[i].to(old[i].dtype)
         for name, column in after_state.items():
             column[index] = _not_given(entries[name][i], given[i])
     return after, after_state
-
-
-def _as_dtype(x: Tensor, like: Tensor) -> Tensor:
-    return x if x.dtype == like.dtype else x.to(like.dtype)
 
 
 def _not_given(entry: Any, given: Sequence[Any]) -> Any:
@@ -371,7 +349,7 @@ def _not_given(entry: Any, given: Sequence[Any]) -> Any:
     return entry
 
 
-def check_grads(leaves: Sequence[Any], grads: Sequence[Any], spec: Structure, root: str) -> None:
+def check_grads(leaves: Leaves, grads: Leaves, spec: Structure, root: str) -> None:
     """Raise if a gradient does not fit its parameter."""
     for index, (leaf, grad) in enumerate(zip(leaves, grads, strict=True)):
         if grad is None:
@@ -405,10 +383,8 @@ def select(value: Any, indices: Sequence[int]) -> Any:
 
 def as_factor(value: Any) -> Any:
     """Return a setting with its tensors of one element 0-dim: they broadcast to any leaf."""
-    if isinstance(value, tuple):
-        return tuple(map(as_factor, value))
-    if isinstance(value, list):
-        return list(map(as_factor, value))
+    if isinstance(value, tuple | list):
+        return type(value)(map(as_factor, value))
     return value.reshape(()) if isinstance(value, Tensor) and value.numel() == 1 else value
 
 

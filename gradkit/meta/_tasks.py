@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
@@ -11,20 +11,21 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from gradkit import errors, tree
+from gradkit import tree
 from gradkit._compat.transforms import recording_levels
 from gradkit._core import call as options
 from gradkit._core import pytree
+from gradkit._core.params import Tensors
 from gradkit._core.pytree import PyTree
 from gradkit._core.results_without_graph import with_zero_derivatives
 from gradkit.distributed import all_reduce
 from gradkit.distributed._agreement import failures_reported, require_group
-from gradkit.errors import describe, message
+from gradkit.errors import OptionError, StructureError, describe, message
 from gradkit.func import _vmap_or_loop
 from gradkit.func._arguments import Arguments, read_arguments
 from gradkit.func._differentiate import differentiate, gradient_of_the_sum
 from gradkit.func._errors import independent
-from gradkit.func._vmap_or_loop import Batch, OneByOne, Randomness
+from gradkit.func._vmap_or_loop import Batch, OneByOne, Randomness, RunOne
 from gradkit.meta._inner_step import raised_where_it_would_take, read_inner_params, read_loss
 
 _STACK = "tasks=gradkit.tree.stack(tasks); or a loop over tasks that differ in size"
@@ -66,8 +67,7 @@ def mean_value_and_grads(
             usually an `unroll` and the loss on other data of the task.
         params: The meta-learned parameters, as in `unroll`.
         tasks: A tree of tensors, the tasks stacked.
-        in_dims: The dimension of the tasks: an int, or a prefix tree of `tasks`, with None for
-            tensors that all tasks share.
+        in_dims: The dimension of the tasks: an int, or a prefix tree, None for what all share.
         tasks_at_once: The number of tasks in memory at a time; None is all. It changes the result
             by rounding only, but for what is drawn at random.
         has_aux: Whether `meta_loss_fn` returns `(loss, aux)`.
@@ -84,10 +84,8 @@ def mean_value_and_grads(
     Raises:
         CollectiveError: With `group`: a rank has failed, is missing, or is too late.
         OptionError: An option has no such value.
-        StructureError: `in_dims` is no prefix of the tasks, or their sizes differ; or params differ
-            between ranks.
-        UnsupportedGraphError: The meta-loss writes on parts of a tensor from outside; or `group`
-            inside a transform.
+        StructureError: `in_dims` is no prefix of the tasks; or sizes, or params of ranks, differ.
+        UnsupportedGraphError: A write on a part of a tensor from outside; `group` in a transform.
         GradkitError: As in `gradkit.func.value_and_grads`.
 
     Source:
@@ -99,12 +97,11 @@ def mean_value_and_grads(
     options.check_optional_bool("create_graph", create_graph)
     if tasks_at_once is not None and not options.is_positive_int(tasks_at_once):
         expected, got = "a positive int or None", repr(tasks_at_once)
-        raise errors.OptionError(message("tasks_at_once", expected, got, "tasks_at_once=None"))
+        raise OptionError(message("tasks_at_once", expected, got, "tasks_at_once=None"))
     options.check_option("randomness", randomness, _vmap_or_loop.RANDOMNESS)
     ranks = None if group is None else require_group(group, "gradkit.meta.mean_value_and_grads")
     with nullcontext() if ranks is None else failures_reported(ranks):
-        outer = read_inner_params(params)
-        batch = _read_tasks(tasks, in_dims)
+        outer, batch = read_inner_params(params), _read_tasks(tasks, in_dims)
         try:
             totals, aux = _sum_over_tasks(
                 meta_loss_fn, has_aux, randomness, create_graph, outer, batch, tasks_at_once
@@ -113,7 +110,7 @@ def mean_value_and_grads(
             args = outer.tree(outer.variables), *(tasks[:1] if type(tasks) is list else ())
             if len(args) == 2 and raised_where_it_would_take(error, meta_loss_fn, *args):
                 got = f"a list of {len(tasks)}, of which meta_loss_fn takes each as a task"
-                raise errors.StructureError(message("tasks", _STACKED, got, _STACK)) from error
+                raise StructureError(message("tasks", _STACKED, got, _STACK)) from error
             raise
     count: float | Tensor = batch.size
     if ranks is not None:
@@ -125,8 +122,8 @@ def mean_value_and_grads(
 
 
 def _over_ranks(
-    names: list[str], totals: list[Tensor], count: int, group: Any
-) -> tuple[list[Tensor], Tensor]:
+    names: list[str], totals: Tensors, count: int, group: Any
+) -> tuple[Tensors, Tensor]:
     """Return the sums over all ranks, and the number of their tasks, from one reduction."""
     # By name: of the params that some ranks have frozen, others of one shape may take the place.
     dtype = torch.promote_types(totals[0].dtype, torch.float32)  # half precision cannot count
@@ -145,13 +142,13 @@ def _sum_over_tasks(
     outer: Arguments,
     batch: Batch,
     tasks_at_once: int | None,
-) -> tuple[list[Tensor], PyTree]:
+) -> tuple[Tensors, PyTree]:
     """Return the sums of values and gradients over the tasks, and aux stacked."""
-    put_back: list[Callable[[list[Tensor]], PyTree]] = []  # of aux, from the last trace
+    put_back: list[Callable[[Tensors], PyTree]] = []  # of aux, from the last trace
     attempt = _vmap_or_loop.VmapOrLoop("mean_value_and_grads", meta_loss_fn, randomness)
     depend: list[bool] = []  # for each task of a loop, whether its loss depends on params
 
-    def loss_and_aux(tensors: list[Tensor], task: PyTree) -> tuple[Tensor, PyTree]:
+    def loss_and_aux(tensors: Tensors, task: PyTree) -> tuple[Tensor, PyTree]:
         returned = meta_loss_fn(outer.tree(tensors), task)
         loss, aux = read_loss(returned, "meta_loss_fn", has_aux=has_aux)
         if attempt.is_loop:
@@ -161,7 +158,7 @@ def _sum_over_tasks(
                 loss = cast("Tensor", with_zero_derivatives([loss], tensors)[0])
         return loss, aux
 
-    def of_task(*tensors: Any) -> tuple[list[Tensor], list[Tensor]]:
+    def of_task(*tensors: Any) -> tuple[Tensors, Tensors]:
         arguments = read_arguments((outer.variables, batch.tree(tensors)), 0)
         run_pass = partial(gradient_of_the_sum, may_be_aux=False)
         flags: Any = {"has_aux": True, "create_graph": create_graph, "batched": True}
@@ -172,33 +169,24 @@ def _sum_over_tasks(
         put_back[:] = [rebuild_aux]
         return [*one.values, *grads], tensors_of_aux
 
-    run = partial(_run, batch, of_task, tasks_at_once, randomness)
-
-    def loop(one_by_one: OneByOne) -> tuple[list[Tensor], list[Tensor]]:
-        sums = run(one_by_one)
-        if not any(depend):
+    def run(one_by_one: OneByOne | None = None) -> tuple[Tensors, Tensors]:
+        size, batched = tasks_at_once or batch.size, vmap(of_task, batch.dims, 0, randomness)
+        if one_by_one:
+            size, batched = 1, one_by_one(of_task, batch.dims)
+        sums = _summed(batched, batch.chunks(size, randomness))
+        if one_by_one and not any(depend):
             raise independent("losses")
         return sums
 
-    totals, tensors_of_aux = attempt.run([*outer.variables, *batch.leaves], run, loop)
+    totals, tensors_of_aux = attempt.run([*outer.variables, *batch.leaves], run)
     return totals, put_back[0](tensors_of_aux)
 
 
-def _run(
-    batch: Batch,
-    fn: Callable[..., tuple[list[Tensor], list[Tensor]]],
-    tasks_at_once: int | None,
-    randomness: Randomness,
-    one_by_one: OneByOne | None = None,
-) -> tuple[list[Tensor], list[Tensor]]:
+def _summed(batched: RunOne, chunks: Iterable[tuple[int, Tensors]]) -> tuple[Tensors, Tensors]:
     """Return the sums over the tasks, and what is stacked."""
-    size = 1 if one_by_one else tasks_at_once or batch.size
-    batched: Any = vmap(fn, in_dims=batch.dims, randomness=randomness)
-    if one_by_one:
-        batched = one_by_one(fn, batch.dims)
-    totals: list[Tensor] = []
-    stacked: list[list[Tensor]] = []
-    for _, chunk in batch.chunks(batch.tensors, size, randomness):
+    totals: Tensors = []
+    stacked: list[Tensors] = []
+    for _, chunk in chunks:
         each, others = batched(*chunk)
         sums = [one.sum(0) for one in each]
         totals = tree.add(totals, sums) if totals else sums
@@ -218,19 +206,18 @@ def _read_tasks(tasks: PyTree, in_dims: PyTree) -> Batch:
         if dim is None:
             continue
         if type(dim) is not int:
-            raise errors.OptionError(message("in_dims", "ints and None", repr(dim), "in_dims=0"))
-        where = pytree.path(spec, index, "tasks")
+            raise OptionError(message("in_dims", "ints and None", repr(dim), "in_dims=0"))
+        where = partial(pytree.path, spec, index, "tasks")
         if not -part.dim() <= dim < part.dim():
             expected = f"a tensor with the task dimension {dim!r}"
             fix = "give in_dims, with None for tensors that all tasks share"
-            raise errors.OptionError(message(where, expected, describe(part), fix))
-        _vmap_or_loop.require_dense(part, partial(pytree.path, spec, index, "tasks"))
-        sizes.setdefault(part.shape[dim], where)
+            raise OptionError(message(where(), expected, describe(part), fix))
+        _vmap_or_loop.require_dense(part, where)
+        sizes.setdefault(part.shape[dim], where())
     if len(sizes) != 1 or 0 in sizes:
         expected = "tensors with one number of tasks, at least one"
         got = " and ".join(f"{size} in {where}" for size, where in sizes.items())
         fix = "stack the tensors of the tasks, and give in_dims, with None for shared tensors"
         fix = _STACK if isinstance(tasks, list | Iterator) else fix
-        got = got or f"none in {describe(tasks)}"
-        raise errors.StructureError(message("tasks", expected, got, fix))
+        raise StructureError(message("tasks", expected, got or f"none in {describe(tasks)}", fix))
     return Batch(parts, dims, spec, next(iter(sizes)))

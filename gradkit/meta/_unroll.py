@@ -10,26 +10,18 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from gradkit import errors
 from gradkit._compat.transforms import differentiated, in_jvp, is_dual, transforms
 from gradkit._core import pytree
 from gradkit._core.call import check_bool, check_function, is_positive_int
 from gradkit._core.ownership import leave_inference_mode, without_inference
+from gradkit._core.params import Tensors
 from gradkit._core.pytree import PyTree
 from gradkit._state.snapshot import put_back_on_error
-from gradkit.errors import describe, message
+from gradkit.errors import OptionError, StructureError, UnsupportedGraphError, describe, message
+from gradkit.meta import _inner_step as steps
 from gradkit.meta import _optimizer
-from gradkit.meta._inner_step import (
-    Carry,
-    InnerStep,
-    StepInputs,
-    StepOutputs,
-    raised_where_it_would_take,
-    read_inner_params,
-    run_recomputed,
-    takes_outer_and_state,
-)
-from gradkit.meta._optimizer import Optimizer, State, Tensors
+from gradkit.meta._inner_step import Carry, InnerStep, StepInputs, StepOutputs
+from gradkit.meta._optimizer import Optimizer, State
 
 Memory: TypeAlias = Literal["store", "recompute"] | int
 Run: TypeAlias = Callable[[Carry, StepInputs], StepOutputs]
@@ -77,8 +69,7 @@ def unroll(
     """Return the parameters after some steps of an optimizer, differentiable through the steps.
 
     Gradients flow to `params`, to `outer`, to the hyper-parameters of `opt`, to `state`, to
-    `buffers` and to the batches. If the call raises, the buffers of modules that `loss_fn` refers
-    to are as before.
+    `buffers` and to the batches. After an error, buffers of modules in `loss_fn` are as before.
 
     Example:
         >>> import torch, gradkit
@@ -141,14 +132,13 @@ def unroll(
     is_named = isinstance(memory, str) and memory in ("store", "recompute")
     if not (is_named or is_positive_int(memory)):
         expected = "'store', 'recompute' or a positive int"
-        raise errors.OptionError(message("memory", expected, repr(memory), "memory='store'"))
-    flags = {"first_order": first_order, "trajectory": trajectory, "has_aux": has_aux}
-    for name, flag in flags.items():
-        check_bool(name, flag)
+        raise OptionError(message("memory", expected, repr(memory), "memory='store'"))
+    check_bool("first_order", first_order)
+    check_bool("trajectory", trajectory)
+    check_bool("has_aux", has_aux)
     _optimizer.require_optimizer(opt)
-    is_learned = takes_outer_and_state(grad_transform)
-    has_buffers = buffers is not None
-    enabled = torch.is_grad_enabled()
+    is_learned = grad_transform is not None and steps.takes_outer_and_state(grad_transform)
+    has_buffers, enabled = buffers is not None, torch.is_grad_enabled()
     create_graph = (enabled or in_jvp()) and (is_learned or not first_order)
     with (
         put_back_on_error(loss_fn, grad_transform),
@@ -156,7 +146,7 @@ def unroll(
         torch.set_grad_enabled(enabled),
     ):
         data = _read_batches(batches)
-        inner = read_inner_params(params, dense=True)  # a step is differentiated through views
+        inner = steps.read_inner_params(params, dense=True)  # a step takes views of them
         facts = grad_transform, is_learned, first_order, has_buffers, has_aux
         step = InnerStep(loss_fn, inner, opt, *facts)
         tensors, rebuild = pytree.partition_tensors((outer, data, state, dict(opt.hyper), buffers))
@@ -172,16 +162,16 @@ def unroll(
         settings = _optimizer.read_settings(opt, hyper, movable, inner.spec, first)
         settings = {name: _optimizer.select(value, first) for name, value in settings.items()}
         inputs = StepInputs(outer, settings, data)
-        options = {"create_graph": create_graph, "trajectory": trajectory}
-        run, size = _segments(step, memory, **options)
+        run, size = _segments(step, memory, create_graph, trajectory)
         try:
-            carry, losses, aux, between = _loop(run, carry, inputs, size, trajectory=trajectory)
+            carry, losses, aux, between = _loop(run, carry, inputs, size, trajectory)
         except Exception as error:
             of_buffers = [buffers] if has_buffers else []
             args = [inner.tree(inner.variables), *of_buffers, outer, batches]
-            if type(batches) in (list, tuple) and raised_where_it_would_take(error, loss_fn, *args):
+            is_one = type(batches) in (list, tuple)
+            if is_one and steps.raised_where_it_would_take(error, loss_fn, *args):
                 got = f"a {type(batches).__name__} that loss_fn takes as one of them"
-                raise errors.StructureError(message("batches", _DATA, got, _ONE_BATCH)) from error
+                raise StructureError(message("batches", _DATA, got, _ONE_BATCH)) from error
             raise
         states = {
             name: replace(inner, leaves=by_leaf[name]).tree(column)
@@ -197,11 +187,11 @@ def _read_batches(batches: Iterable[PyTree]) -> list[PyTree]:
     """Return the data of each step, read before the first."""
     if isinstance(batches, Tensor | str | Mapping) or not isinstance(batches, Iterable):
         fix = "list(batches.unbind()), or [batch] * steps"
-        raise errors.StructureError(message("batches", _DATA, describe(batches), fix))
+        raise StructureError(message("batches", _DATA, describe(batches), fix))
     of_tensors = type(batches) is tuple and all(isinstance(x, Tensor) for x in batches)
     if of_tensors and len({(x.dtype, x.dim()) for x in pytree.tensors(batches)}) > 1:
         got = f"a tuple of {' and '.join(map(describe, pytree.tensors(batches)))}, as a batch is"
-        raise errors.StructureError(message("batches", _DATA, got, _ONE_BATCH))
+        raise StructureError(message("batches", _DATA, got, _ONE_BATCH))
     data, versions = [], []
     for batch in batches:
         leaves, spec = pytree.flatten(batch)
@@ -213,49 +203,47 @@ def _read_batches(batches: Iterable[PyTree]) -> list[PyTree]:
         expected = "data that stays as it is: all of it is read before the first step"
         got = "a tensor that the iterator overwrites with the data of several steps"
         fix = "(batch.clone() for batch in batches)"
-        raise errors.StructureError(message("batches", expected, got, fix))
+        raise StructureError(message("batches", expected, got, fix))
     if not data:
         expected = "the data of at least one step"
-        raise errors.StructureError(message("batches", expected, "none", "[batch] * steps"))
+        raise StructureError(message("batches", expected, "none", "[batch] * steps"))
     return data
 
 
-def _refuse_graphs(tensors: list[Tensor]) -> None:
+def _refuse_graphs(tensors: Tensors) -> None:
     """Raise if the steps would be cut from the graph of a tensor."""
     if not transforms() and any(map(is_dual, tensors)):
         expected = "ordinary tensors, or those of torch.func.jvp"
         got = "dual tensors of torch.autograd.forward_ad"
         fix = "torch.func.jvp(f, primals, tangents)"
-        raise errors.UnsupportedGraphError(message("unroll", expected, got, fix))
+        raise UnsupportedGraphError(message("unroll", expected, got, fix))
     batched_only = bool(transforms()) and not differentiated()
     if batched_only and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         got = "a vmap around tensors that require grad, whose gradient would be taken outside"
         fix = "gradkit.meta.mean_value_and_grads(meta_loss, params, tasks); or torch.no_grad()"
-        text = message("unroll", "a derivative inside the vmap", got, fix)
-        raise errors.UnsupportedGraphError(text)
+        raise UnsupportedGraphError(message("unroll", "a derivative inside the vmap", got, fix))
 
 
 def _segments(
-    step: InnerStep, memory: Memory, *, create_graph: bool, trajectory: bool
+    step: InnerStep, memory: Memory, create_graph: bool, trajectory: bool
 ) -> tuple[Run, int]:
     """Return a function that runs some steps, and how many it is to run at a time."""
     # Inside torch.func a tensor from outside cannot be seen, nor memory that is written put back.
     if not create_graph or memory == "store" or transforms():
-        return partial(_stored, step, create_graph=create_graph), 1
+        return partial(_stored, step, create_graph), 1
     if memory == "recompute":
-        return partial(run_recomputed, step), 1
+        return partial(steps.run_recomputed, step), 1
 
     def nested(carry: Carry, inputs: StepInputs, *, create_graph: bool) -> StepOutputs:
         # To differentiate a segment, each step is recomputed once more.
-        run = partial(run_recomputed, step) if create_graph else partial(step, create_graph=False)
-        return _loop(run, carry, inputs, 1, trajectory=trajectory)
+        once = partial(step, create_graph=False)
+        run = partial(steps.run_recomputed, step) if create_graph else once
+        return _loop(run, carry, inputs, 1, trajectory)
 
-    return partial(run_recomputed, nested), int(memory)
+    return partial(steps.run_recomputed, nested), int(memory)
 
 
-def _stored(
-    step: InnerStep, carry: Carry, inputs: StepInputs, *, create_graph: bool
-) -> StepOutputs:
+def _stored(step: InnerStep, create_graph: bool, carry: Carry, inputs: StepInputs) -> StepOutputs:
     carry, losses, aux, between = step(carry, inputs, create_graph=create_graph)
     aux = pytree.map_tensors(Tensor.detach, aux) if step.has_aux else aux
     if not create_graph:
@@ -265,11 +253,9 @@ def _stored(
     return StepOutputs(carry, losses, aux, between)
 
 
-def _loop(
-    run: Run, carry: Carry, inputs: StepInputs, size: int, *, trajectory: bool
-) -> StepOutputs:
+def _loop(run: Run, carry: Carry, inputs: StepInputs, size: int, trajectory: bool) -> StepOutputs:
     """Run all steps, some at a time."""
-    losses: list[Tensor] = []
+    losses: Tensors = []
     aux: list[PyTree] = []
     after_each: list[Tensors] = []
     for begin in range(0, len(inputs.batches), size):
