@@ -25,7 +25,7 @@ from gradkit._compat.autograd import (
 from gradkit._compat.checkpoints import CHECKPOINT_MODULE
 from gradkit._compat.dynamo import leave_uncompiled
 from gradkit._compat.transforms import detach_keep_tangent, layers
-from gradkit._compat.undoing import INSIDE, undo_stack, undone
+from gradkit._compat.undoing import undo_stack, undone
 from gradkit._core import pytree, user_code
 from gradkit._core.ownership import copy_for, written_tensors
 from gradkit._core.params import Params
@@ -89,7 +89,7 @@ class ArrivalCapture:
     # registered last sees the value that the user's hooks return.
     #
     # Other threads, and passes inside hooks, go through the same tensors: each gradient of a
-    # non-leaf is stored by the number of its pass. An extra root of the pass shows which is ours.
+    # non-leaf is stored by the number of its pass, and `own_roots` tells which is ours.
 
     def __init__(
         self,
@@ -101,11 +101,9 @@ class ArrivalCapture:
         finder: WriteFinder | None = None,
     ) -> None:
         self._finder = finder
-        self._own_pass: list[int] = []
+        self.own_pass: list[int] = []  # the number of the pass, once it has begun
         self._arrived: dict[int, dict[int, Tensor]] = {}
         self._create_graph = create_graph
-        self.roots: list[Tensor] = []  # what the pass also has to start from
-        self.leaves: list[Tensor] = []  # what it also has to be for
         # By the number of a non-leaf, the version that its gradient arrived with: a sibling may
         # have written on it before. What its own hooks write belongs to it.
         self.versions: dict[int, int] = {}
@@ -117,19 +115,16 @@ class ArrivalCapture:
         if finder is not None:
             copies = [partial(_noted_and_cloned, finder, index) for index, _ in leaves]
         stack.enter_context(copied_on_arrival([leaf for _, leaf in leaves], copies))
-        hooks: list[tuple[Tensor, Callable[[Tensor], None]]] = []
         for index, variable in numbered:
             if variable.grad_fn is not None:
                 self._arrived[index] = {}
-                hooks.append((variable, partial(self._store, index, variable)))
-        if hooks:
-            with torch.enable_grad(), INSIDE:
-                leaf = torch.zeros((), device=variables[0].device, requires_grad=True)
-                root = leaf.view_as(leaf)
-            hooks.append((root, lambda _: self._own_pass.append(current_pass())))
-            self.roots, self.leaves = [root], [leaf]
-        for tensor, hook in hooks:
-            stack.callback(user_code.register_own_hook(tensor, hook).remove)
+                hook = partial(self._store, index, variable)
+                stack.callback(user_code.register_own_hook(variable, hook).remove)
+
+    @property
+    def needs_number(self) -> bool:
+        """Whether the number of the pass tells which of the gradients that arrive are its own."""
+        return bool(self._arrived)
 
     def _store(self, index: int, variable: Tensor, grad: Tensor | None) -> None:
         if grad is not None:
@@ -144,8 +139,8 @@ class ArrivalCapture:
     def replace(self, grads: list[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients, with those that arrived instead of the engine's captures."""
         for index, by_pass in self._arrived.items():
-            if self._own_pass[0] in by_pass:
-                grads[index] = by_pass.pop(self._own_pass[0])
+            if self.own_pass[0] in by_pass:
+                grads[index] = by_pass.pop(self.own_pass[0])
         return grads
 
 

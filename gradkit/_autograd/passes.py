@@ -22,7 +22,7 @@ from gradkit._autograd.arrival_copies import (
     memory_address,
     without_shared_memory,
 )
-from gradkit._autograd.engine import recording, run_backward, run_batch, run_grad
+from gradkit._autograd.engine import own_roots, recording, run_backward, run_batch, run_grad
 from gradkit._autograd.release import plan_release, release
 from gradkit._checks.checked import is_checked, step_monitor
 from gradkit._checks.circumstances import (
@@ -200,14 +200,15 @@ class PassRunner:
             monitor = step_monitor()
             finder = None if monitor is None else WriteFinder()
             capture = ArrivalCapture(variables, copied, stack, create_graph=create, finder=finder)
-            roots, cotangents = [*outputs, *capture.roots], [*seeds, *(None for _ in capture.roots)]
-            inputs += capture.leaves
+            roots = outputs
+            if capture.needs_number:
+                roots = stack.enter_context(own_roots(outputs, capture.own_pass.append))
             if finder is not None and around(self.call) & USER_CODE:
                 nodes = self.call.whole.nodes
                 stack.enter_context(without_shared_memory(nodes, finder.note_copy))
-                cotangents = [None if seed is None else seed.clone() for seed in cotangents]
+                seeds = [None if seed is None else seed.clone() for seed in seeds]
             with finder or nullcontext(), INSIDE:
-                grads = run_grad(self.call, roots, inputs, cotangents, retain_graph=retain)
+                grads = run_grad(self.call, roots, inputs, seeds, retain_graph=retain)
             if finder is not None:
                 finder.report(self.call.params_of(variables))
             if monitor is not None:
