@@ -472,8 +472,9 @@ def _read_directions(arguments: Arguments, tangents: PyTree, root: str = "tangen
         where = partial(pytree.path, spec, index, root)
         tangent = _read_direction(tangent, variable, where, "torch.randn_like(primal)")
         first = by_variable.setdefault(slot, tangent)
-        is_traced = torch.compiler.is_compiling()
-        if first is not tangent and (is_traced or not same_values(first, tangent)):
+        if first is tangent:
+            continue
+        if torch.compiler.is_compiling() or not same_values(first, tangent):
             expected = "the direction that the same tensor has in its first place"
             fix = "give a tensor the same direction in all its places"
             raise errors.StructureError(message(where(), expected, "another one", fix))
