@@ -66,6 +66,41 @@ def is_step_of_class(instance: Any) -> bool:
     return "step" not in own or getattr(own["step"], "_wrapped_by_lr_sched", False)
 
 
+_TORCH_OPTIM = str(optimizer.__file__).removesuffix("optimizer.py")
+
+
+def is_torchs_step(instance: Any) -> bool:
+    """Return whether `step` is torch's own method, as torch wraps it; or a scheduler's."""
+    step = type(instance).step
+    return is_step_of_class(instance) and (step in _torchs_steps or _is_torchs(step))
+
+
+_torchs_steps: set[Any] = set()  # those that have been looked at
+# As Optimizer.__init__ makes it of the method: profile_hook_step(use_grad(method)).
+_WRAPPERS = "profile_hook_step.<locals>.wrapper", "_use_grad"
+
+
+def _is_torchs(step: Any) -> bool:
+    method = step
+    for name in _WRAPPERS:
+        code = getattr(method, "__code__", None)
+        if code is None or code.co_filename != optimizer.__file__:
+            return False
+        if not code.co_qualname.endswith(name):
+            return False
+        method = getattr(method, "__wrapped__", None)
+    code = getattr(method, "__code__", None)
+    if code is None or not code.co_filename.startswith(_TORCH_OPTIM):
+        return False
+    _torchs_steps.add(step)
+    return True
+
+
+def is_profiled() -> bool:
+    """Return whether a profiler records the names of steps."""
+    return torch.autograd.profiler._is_profiler_enabled
+
+
 def is_unscaled(scaler: GradScaler, instance: Optimizer) -> bool:
     """Return whether `scaler.unscale_` has been called in this step."""
     if not scaler.is_enabled():  # it has no states, and unscales nothing

@@ -4,6 +4,7 @@
 """
 
 from gradkit.dotgrad._backward import Captured, backward_, capture_grads
+from gradkit.dotgrad._minimize import minimize_
 from gradkit.dotgrad._read_write import add_grads_, clear_grads_, read_grads, write_grads_
 from gradkit.dotgrad._step import step_
 
@@ -13,6 +14,7 @@ __all__ = [
     "backward_",
     "capture_grads",
     "clear_grads_",
+    "minimize_",
     "read_grads",
     "step_",
     "write_grads_",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from functools import partial
 from itertools import chain
 from operator import attrgetter, is_, methodcaller
 from sys import getrefcount
@@ -24,12 +24,13 @@ from gradkit._compat.modules import (
     is_unscaled,
     scaler_put_back_on_error,
 )
-from gradkit._compat.undoing import INSIDE
+from gradkit._compat.undoing import INSIDE, undo_stack
 from gradkit._core.call import check_number
 from gradkit._core.ownership import PLAIN_TYPES, are_alone_in_memory, leave_inference_mode
 from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
 from gradkit._state.grad_attribute import FormerGrads, grads_put_back, set_grads, write_all
+from gradkit.dotgrad._kernels import step_by_kernels
 from gradkit.dotgrad._matching import Pairs, match, path_of, read_grad_leaves, read_leaves, unique
 from gradkit.errors import (
     LeafTypeError,
@@ -52,7 +53,7 @@ READERS: frozenset[Any] = frozenset((
 _values: Callable[[dict[str, Any]], Iterable[Any]] = methodcaller("values")
 _is_contiguous: Callable[[Tensor], bool] = Tensor.is_contiguous
 _stride: Callable[[Tensor], tuple[int, ...]] = Tensor.stride
-_version = attrgetter("_version")
+_version, _kind = attrgetter("_version"), attrgetter("shape", "dtype", "device")
 _CONTAINERS = frozenset({dict, list, tuple})
 _one = [torch.empty(0)]
 _IN_TREE = next(map(getrefcount, _one))  # the count of a tensor that one container refers to
@@ -195,7 +196,7 @@ def step_(
     # Unscaling and clipping are in place.
     may_lend = scaler is None and max_norm is None and only_reads(optimizer)
     if not may_lend:
-        _check_arguments(optimizer, params, grads, scaler, max_norm)
+        check_arguments(optimizer, params, grads, scaler, max_norm)
         if max_norm is not None:
             check_number("max_norm", max_norm, "max_norm=1.0, or leave it out", nonnegative=True)
     opened = read_leaves(params)
@@ -210,18 +211,37 @@ def step_(
         raise StructureError(message("grads", "a gradient to unscale", "None everywhere", fix))
     if max_norm is not None:
         _refuse_sparse(opened, pairs)
-    put_back = nullcontext() if scaler is None else scaler_put_back_on_error(scaler, optimizer)
-    with grads_put_back(unique(own_params)), put_back:
+    place = partial(write_all, pairs)
+    return take_steps([optimizer], own_params, [p for p, _ in pairs], place, scaler, max_norm)
+
+
+def take_steps(
+    optimizers: Sequence[Optimizer],
+    own_params: Iterable[Tensor],
+    leaves: list[Tensor],
+    place: Callable[[], None],
+    scaler: GradScaler | None,
+    max_norm: float | Tensor | None,
+) -> Tensor | None:
+    """Step with the `.grad` that `place` gives leaves, and put the former back; return the norm."""
+    with undo_stack() as stack:
+        stack.enter_context(grads_put_back(unique(own_params)))
+        steps: list[Callable[[], object]] = [optimizer.step for optimizer in optimizers]
+        if scaler is not None:
+            steps = [partial(scaler.step, optimizer) for optimizer in optimizers]
+            for optimizer in optimizers:
+                stack.enter_context(scaler_put_back_on_error(scaler, optimizer))
+        norm = None
         with leave_inference_mode(), INSIDE:
-            write_all(pairs)
-            if scaler is not None and max_norm is not None and not is_unscaled(scaler, optimizer):
-                scaler.unscale_(optimizer)
-            norm = None if max_norm is None else _clip([p for p, _ in pairs], max_norm)
-        if scaler is None:
-            optimizer.step()
-        else:
-            scaler.step(optimizer)
-    return norm
+            place()
+            if max_norm is not None:
+                for optimizer in optimizers:
+                    if scaler is not None and not is_unscaled(scaler, optimizer):
+                        scaler.unscale_(optimizer)
+                norm = _clip(leaves, max_norm)
+        for step in steps:
+            step()
+        return norm
 
 
 def _clip(params: list[Tensor], max_norm: float | Tensor) -> Tensor:
@@ -258,6 +278,13 @@ def _step_without_copies(
         or _are_written(grads, optimizer, own_params, tree if is_flat else None, lists)
     ):
         return False
+    if list(map(_kind, leaves)) == list(map(_kind, grads)):
+        of_params = grads
+        if len(leaves) < len(own_params) or not all(map(is_, leaves, own_params)):
+            by_leaf_id = dict(zip(map(id, leaves), grads, strict=True))
+            of_params = [by_leaf_id.get(id(param)) for param in own_params]
+        if step_by_kernels(optimizer, of_params, may_write=False):
+            return True
     former, are_lent = FormerGrads(own_params, may_overwrite=False), False
     try:
         try:
@@ -297,7 +324,7 @@ def _are_trained(leaves: list[Any], params: Params, owned: list[Tensor]) -> bool
     )
 
 
-def _check_arguments(
+def check_arguments(
     optimizer: Any, params: PyTree, grads: PyTree, scaler: object, max_norm: object
 ) -> None:
     """Raise if the optimizer is not one that steps, or the scaler is not a GradScaler."""

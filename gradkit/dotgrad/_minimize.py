@@ -1,0 +1,143 @@
+"""`minimize_`: a whole training step in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from gradkit._autograd.gramian import weights_from_gramian
+from gradkit._autograd.passes import run_jointly, values_of
+from gradkit._checks.reachability import require_reached
+from gradkit._compat.dynamo import disable_compile
+from gradkit._core.call import Losses, check_number, read_losses
+from gradkit._core.ownership import leave_inference_mode
+from gradkit._core.params import Params, read_params
+from gradkit._core.pytree import PyTree
+from gradkit._state.grad_attribute import set_grads
+from gradkit.dotgrad._kernels import step_by_kernels
+from gradkit.dotgrad._step import check_arguments, take_steps
+
+
+@overload
+def minimize_(
+    optimizer: Optimizer | Sequence[Optimizer],
+    losses: Tensor,
+    *,
+    weights: PyTree = ...,
+    scaler: GradScaler | None = ...,
+    max_norm: None = ...,
+) -> Tensor: ...
+@overload
+def minimize_(
+    optimizer: Optimizer | Sequence[Optimizer],
+    losses: PyTree,
+    *,
+    weights: PyTree = ...,
+    scaler: GradScaler | None = ...,
+    max_norm: None = ...,
+) -> PyTree: ...
+@overload
+def minimize_(
+    optimizer: Optimizer | Sequence[Optimizer],
+    losses: PyTree,
+    *,
+    weights: PyTree = ...,
+    scaler: GradScaler | None = ...,
+    max_norm: float | Tensor,
+) -> tuple[PyTree, Tensor]: ...
+@disable_compile
+def minimize_(
+    optimizer: Optimizer | Sequence[Optimizer],
+    losses: PyTree,
+    *,
+    weights: PyTree = None,
+    scaler: GradScaler | None = None,
+    max_norm: float | Tensor | None = None,
+) -> PyTree:
+    """Take one step of an optimizer down the weighted sum of losses, and return their values.
+
+    The whole of `zero_grad()`, `backward()` and `step()`: weights and optimizer state are bit for
+    bit those of that loop, from one engine pass. No `.grad` is read, or changed afterwards.
+
+    Example:
+        >>> import torch, gradkit
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = torch.optim.Adam(model.parameters())
+        >>> loss = model(torch.ones(2, 3)).square().mean()
+        >>> value = gradkit.minimize_(optimizer, loss)
+        >>> value.requires_grad, model.weight.grad
+        (False, None)
+
+    Args:
+        optimizer: What is stepped; its parameters are what the losses are differentiated with
+            respect to. Or a list of optimizers, each of which steps once, in order, with the
+            gradients of the one pass. A parameter that no loss reaches is skipped, as by the loop.
+        losses: As in `value_and_grads`. Their graph is freed.
+        weights: As in `value_and_grads`.
+        scaler: The losses are scaled by `scaler.scale`, and the step is `scaler.step(optimizer)`,
+            which unscales, and skips the step if a gradient is inf or NaN. Call `scaler.update()`
+            afterwards, as in the loop. The values that are returned are not scaled.
+        max_norm: Clip the gradients, unscaled if there is a scaler, to this global norm, over all
+            optimizers together, as `torch.nn.utils.clip_grad_norm_` does.
+
+    Returns:
+        `values`: a tree like `losses`, of their shapes and dtypes, detached copies. With
+        `max_norm`, `(values, norm)`: the global norm before clipping, a 0-dim tensor.
+
+    Raises:
+        GradkitError: As in `value_and_grads` and `step_`, before anything has changed. If a step
+            itself raises, parameters and states are as its own `step()` leaves them.
+
+    Source:
+        `torch.optim.Optimizer.step` and the functional forms in torch.optim that it calls,
+        https://pytorch.org/docs/stable/optim.html
+    """
+    if torch.is_inference_mode_enabled():
+        with leave_inference_mode():
+            options: Any = {"weights": weights, "scaler": scaler, "max_norm": max_norm}
+            return minimize_(optimizer, losses, **options)
+    several = isinstance(optimizer, list | tuple)
+    optimizers: list[Any] = [*optimizer] if several else [optimizer]  # type: ignore[misc]
+    for one in optimizers:
+        check_arguments(one, None, losses, scaler, max_norm)
+    if max_norm is not None:
+        check_number("max_norm", max_norm, "max_norm=1.0, or leave it out", nonnegative=True)
+    flat = read_losses(losses, scalar=True)
+    params = _read_params(optimizers)
+    if weights is not None and callable(weights):
+        weights = weights_from_gramian(flat, params, weights)
+    scaled = flat
+    if scaler is not None:
+        scaled = Losses([scaler.scale(loss) for loss in flat.leaves], flat.spec)
+    result = run_jointly(scaled, params, weights, unused="none", create_graph=False, retain=False)
+    grads = result.grads[0]
+    if type(None) in map(type, grads):
+        require_reached(result.call, result.grads)
+    values = result.values if scaler is None else values_of(flat, False)
+    if scaler is None and max_norm is None and _step_by_kernels(optimizers, params, grads):
+        return values
+    own_params = [p for one in optimizers for group in one.param_groups for p in group["params"]]
+    variables = params.variables
+    place = partial(set_grads, variables, grads)
+    norm = take_steps(optimizers, own_params, variables, place, scaler, max_norm)
+    return values if max_norm is None else (values, norm)
+
+
+def _read_params(optimizers: list[Any]) -> Params:
+    """Return the parameters of all groups of the optimizers."""
+    trees = [[p for group in one.param_groups for p in group["params"]] for one in optimizers]
+    return read_params(trees[0] if len(trees) == 1 else trees, "optimizer")
+
+
+def _step_by_kernels(optimizers: list[Any], params: Params, grads: list[Tensor | None]) -> bool:
+    """Step with gradients that nothing else refers to; return False if that is not possible."""
+    if len(optimizers) > 1:
+        return False
+    by_param = grads if len(grads) == len(params.leaves) else params.per_leaf(grads)
+    return step_by_kernels(optimizers[0], by_param, may_write=True)
