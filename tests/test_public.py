@@ -16,7 +16,8 @@ NAMES = {
     "value_and_grads", "per_loss_grads", "simultaneous_grads", "safe_retain", "combine", "checked",
     "gram", "per_loss_norms", "per_sample_norms", "clipped_sum", "value_and_reduced_grads", "tree",
     "errors", "dotgrad", "func", "meta", "distributed", "report", "read_grads", "write_grads_",
-    "add_grads_", "clear_grads_", "backward_", "capture_grads", "step_", *errors.__all__,
+    "add_grads_", "clear_grads_", "backward_", "capture_grads", "step_", "minimize_",
+    *errors.__all__,
 }  # fmt: skip
 ERRORS = {
     "LeafTypeError": TypeError,

@@ -21,7 +21,7 @@ from torch.optim.rmsprop import rmsprop
 from torch.optim.rprop import rprop
 from torch.optim.sgd import sgd
 
-from gradkit._compat.modules import has_step_hooks, is_profiled, is_torchs_step
+from gradkit._compat.modules import steps_as_torch
 from gradkit._core.ownership import PLAIN_TYPES
 
 Group: TypeAlias = dict[str, Any]
@@ -101,14 +101,7 @@ def step_by_kernels(optimizer: Any, grads: Sequence[Tensor | None], *, may_write
     # `grads`: one for each parameter of the groups, in order: dense, of the shape, strides and
     # dtype of the parameter, in memory of its own. The step writes on it only if it `may_write`.
     kernel, own = KERNELS.get(type(optimizer)), vars(optimizer)
-    if (
-        kernel is None
-        or "grad_scale" in own
-        or "found_inf" in own
-        or not is_torchs_step(optimizer)
-        or has_step_hooks(optimizer)
-        or is_profiled()
-    ):
+    if kernel is None or "grad_scale" in own or "found_inf" in own or not steps_as_torch(optimizer):
         return False
     calls: list[Callable[[], None]] = []
     groups, start = optimizer.param_groups, 0
@@ -153,16 +146,17 @@ def _add_calls(
     for name, first, second in kernel.pairs:
         options[first], options[second] = group[name]
     options |= dict.fromkeys(kernel.fixed, False)
-    foreach = group["foreach"]
-    # On the CPU, torch takes one parameter at a time if it is to choose.
-    chosen = (
-        foreach is None and not group.get("fused") and len(params) > _FEW and _are_alike(params)
-    )
-    if group.get("nesterov") and not may_write:  # which foreach kernels add to the gradients
-        chosen = False
-        if foreach or (foreach is None and set(map(_device, params)) != _CPU):
-            return False
-    options["foreach"] = chosen or foreach
+    foreach, chosen = group["foreach"], False
+    if foreach is None and not group.get("fused") and set(map(_device, params)) == _CPU:
+        # One parameter at a time, as torch chooses there; or the foreach kernels.
+        foreach = chosen = (
+            len(params) > _FEW
+            and {*map(_dtype, params), *map(_dtype, grads)} in _FOREACH_DTYPES
+            and (may_write or not group.get("nesterov"))
+        )
+    elif not may_write and group.get("nesterov") and foreach is not False:
+        return False  # they add Nesterov's momentum to the gradients themselves
+    options["foreach"] = foreach
     for part in _slices(params) if chosen else (slice(None),):
         parts = [some[part] for some in (params, grads, *lists)]
         calls.append(partial(kernel.run, *parts, **options))
@@ -190,14 +184,6 @@ def _states(
     if names == ("",):  # SGD without momentum
         return [[None] * len(params)]
     return lists
-
-
-def _are_alike(params: Sequence[Tensor], grads: Sequence[Any]) -> bool:
-    return (
-        len(params) > _FEW
-        and {*map(_dtype, params), *map(_dtype, grads)} in _FOREACH_DTYPES
-        and set(map(_device, params)) == _CPU
-    )
 
 
 def _slices(params: Sequence[Tensor]) -> Iterator[slice]:

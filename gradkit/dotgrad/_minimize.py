@@ -120,12 +120,15 @@ def minimize_(
     if type(None) in map(type, grads):
         require_reached(result.call, result.grads)
     values = result.values if scaler is None else values_of(flat, False)
-    if scaler is None and max_norm is None and _step_by_kernels(optimizers, params, grads):
-        return values
+    if not several and scaler is None and max_norm is None:
+        # Nothing else refers to them.
+        of_params = grads if len(grads) == len(params.leaves) else params.per_leaf(grads)
+        if step_by_kernels(optimizer, of_params, may_write=True):
+            return values
     own_params = [p for one in optimizers for group in one.param_groups for p in group["params"]]
     variables = params.variables
-    place = partial(set_grads, variables, grads)
-    norm = take_steps(optimizers, own_params, variables, place, scaler, max_norm)
+    assign = partial(set_grads, variables, grads)
+    norm = take_steps(optimizers, own_params, variables, assign, scaler, max_norm)
     return values if max_norm is None else (values, norm)
 
 
@@ -133,11 +136,3 @@ def _read_params(optimizers: list[Any]) -> Params:
     """Return the parameters of all groups of the optimizers."""
     trees = [[p for group in one.param_groups for p in group["params"]] for one in optimizers]
     return read_params(trees[0] if len(trees) == 1 else trees, "optimizer")
-
-
-def _step_by_kernels(optimizers: list[Any], params: Params, grads: list[Tensor | None]) -> bool:
-    """Step with gradients that nothing else refers to; return False if that is not possible."""
-    if len(optimizers) > 1:
-        return False
-    by_param = grads if len(grads) == len(params.leaves) else params.per_leaf(grads)
-    return step_by_kernels(optimizers[0], by_param, may_write=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from operator import attrgetter, is_, methodcaller
@@ -24,7 +25,7 @@ from gradkit._compat.modules import (
     is_unscaled,
     scaler_put_back_on_error,
 )
-from gradkit._compat.undoing import INSIDE, undo_stack
+from gradkit._compat.undoing import INSIDE
 from gradkit._core.call import check_number
 from gradkit._core.ownership import PLAIN_TYPES, are_alone_in_memory, leave_inference_mode
 from gradkit._core.params import Params
@@ -88,6 +89,14 @@ def _are_laid_out_alone(leaves: Sequence[Tensor], grads: list[Tensor]) -> bool:
             return False
         return are_alone_in_memory(grads)  # one that is not may be a view of a parameter
     except (RuntimeError, TypeError):  # sparse, say
+        return False
+
+
+def _are_alike(leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
+    """Return whether each gradient has the shape, dtype and device of its leaf."""
+    try:
+        return list(map(_kind, leaves)) == list(map(_kind, grads))
+    except RuntimeError:  # of a nested tensor, which has no shape
         return False
 
 
@@ -211,29 +220,27 @@ def step_(
         raise StructureError(message("grads", "a gradient to unscale", "None everywhere", fix))
     if max_norm is not None:
         _refuse_sparse(opened, pairs)
-    place = partial(write_all, pairs)
-    return take_steps([optimizer], own_params, [p for p, _ in pairs], place, scaler, max_norm)
+    assign = partial(write_all, pairs)
+    return take_steps([optimizer], own_params, [p for p, _ in pairs], assign, scaler, max_norm)
 
 
 def take_steps(
     optimizers: Sequence[Optimizer],
     own_params: Iterable[Tensor],
     leaves: list[Tensor],
-    place: Callable[[], None],
+    assign: Callable[[], None],
     scaler: GradScaler | None,
     max_norm: float | Tensor | None,
 ) -> Tensor | None:
-    """Step with the `.grad` that `place` gives leaves, and put the former back; return the norm."""
-    with undo_stack() as stack:
-        stack.enter_context(grads_put_back(unique(own_params)))
+    """Step with the `.grad` that `assign` sets, and put the former back; return the norm."""
+    put_back = nullcontext() if scaler is None else scaler_put_back_on_error(scaler, optimizers)
+    with grads_put_back(unique(own_params)), put_back, INSIDE:
         steps: list[Callable[[], object]] = [optimizer.step for optimizer in optimizers]
         if scaler is not None:
             steps = [partial(scaler.step, optimizer) for optimizer in optimizers]
-            for optimizer in optimizers:
-                stack.enter_context(scaler_put_back_on_error(scaler, optimizer))
         norm = None
         with leave_inference_mode(), INSIDE:
-            place()
+            assign()
             if max_norm is not None:
                 for optimizer in optimizers:
                     if scaler is not None and not is_unscaled(scaler, optimizer):
@@ -278,7 +285,7 @@ def _step_without_copies(
         or _are_written(grads, optimizer, own_params, tree if is_flat else None, lists)
     ):
         return False
-    if list(map(_kind, leaves)) == list(map(_kind, grads)):
+    if _are_alike(leaves, grads):
         of_params = grads
         if len(leaves) < len(own_params) or not all(map(is_, leaves, own_params)):
             by_leaf_id = dict(zip(map(id, leaves), grads, strict=True))

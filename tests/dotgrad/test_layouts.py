@@ -95,7 +95,7 @@ def test_a_grad_that_cannot_be_put_back_is_left_alone(device: torch.device) -> N
         nn.Parameter(torch.ones(2, device=device)),
     )
     (sparse @ torch.ones(4, 2, device=device)).sum().backward()  # leaves a dense one
-    optimizer = torch.optim.SGD([sparse, other], lr=0.1)
+    optimizer = torch.optim.ASGD([sparse, other], lr=0.1)
     with unchanged(sparse, other), pytest.raises(gradkit.UnsupportedGraphError, match="to_sparse"):
         gradkit.step_(optimizer, [other], [torch.ones_like(other)])
     assert sparse.grad is not None
