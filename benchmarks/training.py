@@ -21,6 +21,14 @@ OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": partial(torch.optim.SGD, lr=1e-9, momentum=0.9),
     "Adam": partial(torch.optim.Adam, lr=1e-9),
 }
+# What a prototype of minimize_ took, forward pass included.
+_MINIMIZE = {
+    (name, optimizer): limit
+    for name, limits in zip(
+        NETS, [(0.70, 0.85), (0.82, 0.74), (0.84, 0.72), (1.0, 1.0), (1.0, 0.98)], strict=True
+    )
+    for optimizer, limit in zip(OPTIMIZERS, limits, strict=True)
+}
 # Networks of several layers, whose step is short enough to show what a call costs.
 _SMALL = list(NETS)[1:3]
 
@@ -30,9 +38,16 @@ def rows(plan: Plan) -> Iterator[Row]:
     for name in list(NETS)[:1] if plan.quick else NETS:
         for optimizer in OPTIMIZERS:
             both = sides(NETS[name], optimizer, plan.device)
+            both |= _others(NETS[name], optimizer, plan.device)
             timings = measure(both, plan.device, plan.effort)
             what = f"training step with {optimizer}, {name}"
             yield timed(what, LOOP, timings, theirs="raw", limit=NETS[name].limit)
+            what, limit = f"minimize_ with {optimizer}, {name}", _MINIMIZE[name, optimizer]
+            yield timed(what, LOOP, timings, ours="minimize_", theirs="raw", limit=limit)
+            # So that nobody is misled: what the loop itself takes with torch's other kernels.
+            for side in ("foreach=True", "fused=True"):
+                what = f"the usual loop with {optimizer}({side}), {name}"
+                yield timed(what, LOOP, timings, ours=side, theirs="raw", limit=None)
     for name in list(NETS)[:1] if plan.quick else _SMALL:
         for situation, arrange in SITUATIONS.items():
             both = sides(NETS[name], "SGD", plan.device, arrange)
@@ -52,6 +67,15 @@ def sides(
         "gradkit": _side(net, optimizer, device, arrange, _ours),
         "raw": _side(net, optimizer, device, arrange, _raw),
     }
+
+
+def _others(net: Net, optimizer: str, device: torch.device) -> dict[str, Side]:
+    """Return the step in one call, and the loop with the other kernels of torch's optimizers."""
+    loops = {
+        f"{option}=True": _side(net, optimizer, device, lambda _: None, _raw, **{option: True})
+        for option in ("foreach", "fused")
+    }
+    return {"minimize_": _side(net, optimizer, device, lambda _: None, _minimize), **loops}
 
 
 def _set_grads(model: nn.Module) -> None:
@@ -76,11 +100,16 @@ Step = Callable[[nn.Module, Any, Callable[[], Tensor]], None]
 
 
 def _side(
-    net: Net, optimizer: str, device: torch.device, arrange: Callable[[nn.Module], None], step: Step
+    net: Net,
+    optimizer: str,
+    device: torch.device,
+    arrange: Callable[[nn.Module], None],
+    step: Step,
+    **options: bool,
 ) -> Side:
     model = net.make().to(device)
     arrange(model)
-    steps = OPTIMIZERS[optimizer](model.parameters())
+    steps = OPTIMIZERS[optimizer](model.parameters(), **options)
 
     def run(batch: Tensor) -> None:
         step(model, steps, lambda: net.loss(model, batch))
@@ -91,6 +120,10 @@ def _side(
 def _ours(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor]) -> None:
     _, grads = gradkit.value_and_grads(loss(), model)
     gradkit.step_(optimizer, model, grads)
+
+
+def _minimize(_: nn.Module, optimizer: Any, loss: Callable[[], Tensor]) -> None:
+    gradkit.minimize_(optimizer, loss())
 
 
 def _raw(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor]) -> None:

@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 import gradkit
 from gradkit._autograd import passes
-from gradkit._core import user_code
+from gradkit._core import ownership, user_code
 from tests.helpers import Halve, Scribble, World, assert_owned, assert_same_bits
 from tests.strategies import HOOKLESS, Graph, Program, build, programs
 
@@ -520,3 +520,35 @@ def test_a_retained_value_of_a_subclass_keeps_its_class(device: torch.device) ->
     with no_hook_yet():
         _, (grad,) = gradkit.value_and_grads(own.exp().sum(), [own])
     assert type(grad) is type(torch.autograd.grad((own * 1).sum(), own)[0])
+
+
+COUNTED: dict[str, Callable[[dict[str, Tensor], Any], object]] = {
+    "value_and_grads": lambda losses, nets: gradkit.value_and_grads(losses["a"], nets["a"]),
+    "value_and_grads, two losses": lambda losses, nets: gradkit.value_and_grads(losses, nets),
+    "per_loss_grads": lambda losses, nets: gradkit.per_loss_grads(losses, nets),
+    "per_loss_grads, a vector": lambda losses, nets: gradkit.per_loss_grads(
+        torch.stack([*losses.values()]), nets
+    ),
+    "simultaneous_grads": lambda losses, nets: gradkit.simultaneous_grads(losses, nets),
+}
+
+
+@pytest.mark.parametrize("hooks", [False, True])
+@pytest.mark.parametrize("name", COUNTED)
+def test_gradients_of_a_plain_call_are_not_copied(
+    device: torch.device, name: str, hooks: bool
+) -> None:
+    """Whether one is owned shows in its count of references, which each list more would raise."""
+    nets = {key: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)) for key in "ab"}
+    x = torch.randn(5, 3, device=device)
+    losses = {key: net.to(device)(x).square().mean() for key, net in nets.items()}
+    copies: list[Tensor] = []
+
+    def counted(grad: Tensor, param: Tensor) -> Tensor:
+        copies.append(grad)
+        return grad.clone()
+
+    looks = nullcontext() if hooks else no_hook_yet()
+    with looks, patch.object(ownership, "copy_for", counted):
+        COUNTED[name](losses, nets)
+    assert not copies
