@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import Context, ContextVar
 from functools import cache, partial
@@ -100,6 +100,17 @@ def run_engine(*arguments: Any) -> tuple[Tensor | None, ...]:
         return _engine_run_backward(*arguments, accumulate_grad=False)
     grads: tuple[Tensor | None, ...] = _engine.run_backward(*arguments, accumulate_grad=False)
     return grads
+
+
+def run_without_grad(calls: Iterable[Callable[[], object]]) -> None:
+    """Run what is not to be recorded, as `torch.no_grad()` does, which takes a microsecond more."""
+    before = torch.is_grad_enabled()
+    try:
+        torch._C._set_grad_enabled(False)
+        for call in calls:
+            call()
+    finally:
+        torch._C._set_grad_enabled(before)
 
 
 @cache

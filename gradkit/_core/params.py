@@ -144,7 +144,10 @@ def read_params(
             _refuse_distributed(classes, lambda: root)
         are_distinct = True
     else:
-        leaves, spec = expand_params(tree, root, allow_distributed=allow_distributed)
+        if type(tree) is list and set(map(type, tree)) == _PARAMETER:  # as an optimizer has them
+            leaves, spec = [*tree], pytree.spec_of_items(list, len(tree))
+        else:
+            leaves, spec = expand_params(tree, root, allow_distributed=allow_distributed)
         are_distinct = len(set(map(id, leaves))) == len(leaves)
     if not leaves and is_variable is None:
         raise StructureError(message(root, "at least one tensor", *why_empty(tree)))

@@ -42,7 +42,7 @@ def flatten(tree: PyTree) -> tuple[list[Any], optree.PyTreeSpec]:
             leaves = list(tree.values() if kind is dict else tree)
             if PLAIN_TYPES.issuperset(map(type, leaves)):
                 if kind is not dict:
-                    return leaves, _spec_of_items(cast("Any", kind), len(leaves))
+                    return leaves, spec_of_items(cast("Any", kind), len(leaves))
                 if _STRING.issuperset(map(type, tree)):
                     return leaves, spec_of_keys(tuple(tree))
     return optree.tree_flatten(tree, none_is_leaf=True, namespace=_NAMESPACE)
@@ -81,7 +81,8 @@ _keys_of_spec: dict[int, tuple[optree.PyTreeSpec, tuple[str, ...]]] = {}
 
 
 @lru_cache(maxsize=64)
-def _spec_of_items(kind: Any, count: int) -> optree.PyTreeSpec:
+def spec_of_items(kind: Any, count: int) -> optree.PyTreeSpec:
+    """Return the structure of a list or tuple of so many leaves; not inside what is compiled."""
     return _spec(kind([0] * count))
 
 

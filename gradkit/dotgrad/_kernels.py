@@ -21,6 +21,7 @@ from torch.optim.rmsprop import rmsprop
 from torch.optim.rprop import rprop
 from torch.optim.sgd import sgd
 
+from gradkit._compat.autograd import run_without_grad
 from gradkit._compat.modules import steps_as_torch
 from gradkit._core.ownership import PLAIN_TYPES
 
@@ -112,9 +113,7 @@ def step_by_kernels(optimizer: Any, grads: Sequence[Tensor | None], *, may_write
         if not _add_calls(calls, kernel, group, some, optimizer.state, may_write):
             return False
         start = stop
-    with torch.no_grad():
-        for call in calls:
-            call()
+    run_without_grad(calls)
     if "step" in own:  # a scheduler's, which notes that it was called
         optimizer._opt_called = True
     return True
@@ -142,7 +141,7 @@ def _add_calls(
     lists = _states(state, params, kernel.states(group))
     if lists is None:
         return False
-    options = {name: group[name] for name in kernel.options}
+    options = dict(zip(kernel.options, map(group.__getitem__, kernel.options), strict=True))
     for name, first, second in kernel.pairs:
         options[first], options[second] = group[name]
     options |= dict.fromkeys(kernel.fixed, False)
@@ -157,7 +156,10 @@ def _add_calls(
     elif not may_write and group.get("nesterov") and foreach is not False:
         return False  # they add Nesterov's momentum to the gradients themselves
     options["foreach"] = foreach
-    for part in _slices(params) if chosen else (slice(None),):
+    if not chosen:
+        calls.append(partial(kernel.run, params, grads, *lists, **options))
+        return True
+    for part in _slices(params):
         parts = [some[part] for some in (params, grads, *lists)]
         calls.append(partial(kernel.run, *parts, **options))
     return True

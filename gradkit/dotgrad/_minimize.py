@@ -134,5 +134,7 @@ def minimize_(
 
 def _read_params(optimizers: list[Any]) -> Params:
     """Return the parameters of all groups of the optimizers."""
+    if len(optimizers) == 1 and len(optimizers[0].param_groups) == 1:
+        return read_params(optimizers[0].param_groups[0]["params"], "optimizer")
     trees = [[p for group in one.param_groups for p in group["params"]] for one in optimizers]
     return read_params(trees[0] if len(trees) == 1 else trees, "optimizer")
