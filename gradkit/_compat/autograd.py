@@ -106,10 +106,13 @@ def run_without_grad(calls: Iterable[Callable[[], object]]) -> None:
     """Run what is not to be recorded, as `torch.no_grad()` does, which takes a microsecond more."""
     before = torch.is_grad_enabled()
     try:
-        torch._C._set_grad_enabled(False)
-        for call in calls:
-            call()
-    finally:
+        try:
+            torch._C._set_grad_enabled(False)
+            for call in calls:
+                call()
+        finally:
+            torch._C._set_grad_enabled(before)
+    finally:  # again, as `undone` does it: an interrupt may have come in between
         torch._C._set_grad_enabled(before)
 
 

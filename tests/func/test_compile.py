@@ -737,6 +737,7 @@ ROWS: dict[str, Callable[[Setting], Any]] = {
     "`capture_grads`": captured,
     "`read_grads`, `write_grads_`, `add_grads_`, `clear_grads_`": workflow,
     "`step_`": lambda s: gradkit.step_(s.optimizer, s.module, s.given),
+    "`minimize_`": lambda s: gradkit.minimize_(s.optimizer, two(s)),
     "`tree.add`, `sub`, `scale`, `map`, `dot`, `global_norm`, `cosine`, `clip_by_global_norm`, "
     "`stack`, `unstack`": arithmetic,
     "`tree.to_matrix`, `gram`, `weighted_sum`; `combine`": matrices,
@@ -771,6 +772,7 @@ TABLE: dict[str, tuple[str, str, str, str, str]] = {
     "`capture_grads`": (OK, OK, OK, NO, NO),
     "`read_grads`, `write_grads_`, `add_grads_`, `clear_grads_`": (OK, OK, OK, NO, NO),
     "`step_`": (OK, OK, OK, NO, NO),
+    "`minimize_`": (OK, OK, OK, NO, NO),
     "`tree.add`, `sub`, `scale`, `map`, `dot`, `global_norm`, `cosine`, `clip_by_global_norm`, "
     "`stack`, `unstack`": (OK, OK, OK, OK, OK),
     "`tree.to_matrix`, `gram`, `weighted_sum`; `combine`": (OK, OK, OK, OK, OK),

@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from importlib import import_module
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -250,6 +251,13 @@ def of_losses(call: Callable[..., Any], *rest: Any, **options: Any) -> Call:
     return make
 
 
+def minimized(w: World, **options: Any) -> Callable[[], Any]:
+    """Return a step that is not the first, which makes the states."""
+    gradkit.minimize_(w.optimizer, torch.stack([p.square().sum() for p in w.params]).sum())
+    loss = w.loss()
+    return lambda: gradkit.minimize_(w.optimizer, loss, **options)
+
+
 def with_given(call: Callable[..., Any]) -> Call:
     return lambda w: lambda: call(w.params, w.given)
 
@@ -267,6 +275,8 @@ SUBJECTS = {
     "step_, max_norm": Subject(
         lambda w: lambda: gradkit.step_(w.optimizer, w.params, w.given, max_norm=1.0), mutates=True
     ),
+    "minimize_": Subject(minimized, mutates=True),
+    "minimize_, max_norm": Subject(partial(minimized, max_norm=1.0), mutates=True),
     "checked": Subject(in_checked),
     "safe_retain": Subject(retained),
     "safe_retain of modules": Subject(retained_of_modules),
