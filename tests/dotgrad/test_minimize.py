@@ -361,7 +361,7 @@ def test_a_scheduler_sees_the_step(device: torch.device) -> None:
 
 def test_a_profiler_sees_the_step(device: torch.device) -> None:
     model, optimizer = make(device)
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         gradkit.minimize_(optimizer, loss_of(model))
     assert "Optimizer.step#SGD.step" in {event.key for event in profiler.key_averages()}
 
