@@ -21,7 +21,7 @@ from torch.optim.rmsprop import rmsprop
 from torch.optim.rprop import rprop
 from torch.optim.sgd import sgd
 
-from gradkit._compat.autograd import run_without_grad
+from gradkit._compat.autograd import run_without_grad, storage_address
 from gradkit._compat.modules import steps_as_torch
 from gradkit._core.ownership import PLAIN_TYPES
 
@@ -93,7 +93,7 @@ _FEW, _MOST_ELEMENTS = 8, 1 << 18
 _FOREACH_DTYPES = ({torch.float32}, {torch.float64})
 _NUMBERS = frozenset({float, int})
 _CPU = {torch.device("cpu")}
-_dtype, _device = map(attrgetter, ("dtype", "device"))
+_dtype, _device, _layout = map(attrgetter, ("dtype", "device", "layout"))
 _is_given = partial(is_not, None)
 
 
@@ -138,6 +138,8 @@ def _add_calls(
             return True
     if not PLAIN_TYPES.issuperset(map(type, params)) or any(map(Tensor.is_complex, params)):
         return False
+    if {*map(_layout, params), *map(_layout, grads)} != {torch.strided}:
+        return False
     lists = _states(state, params, kernel.states(group))
     if lists is None:
         return False
@@ -152,6 +154,8 @@ def _add_calls(
             len(params) > _FEW
             and {*map(_dtype, params), *map(_dtype, grads)} in _FOREACH_DTYPES
             and (may_write or not group.get("nesterov"))
+            # One that shares memory with another is read after that was written on.
+            and len(set(map(storage_address, params))) == len(params)
         )
     elif not may_write and group.get("nesterov") and foreach is not False:
         return False  # they add Nesterov's momentum to the gradients themselves

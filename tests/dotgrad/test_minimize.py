@@ -444,3 +444,44 @@ def test_inference_mode_is_left(device: torch.device) -> None:
     with torch.inference_mode():
         gradkit.minimize_(optimizer, loss)
     assert loss_of(model) < loss
+
+
+@pytest.mark.parametrize("kind", [optim.SGD, optim.Adagrad])
+def test_sparse_gradients_beside_many_dense_ones(device: torch.device, kind: Any) -> None:
+    """The foreach kernels take none."""
+    each: list[Any] = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        table = nn.Embedding(5, 3, sparse=True, device=device)
+        each.append([
+            table.weight,
+            *(torch.ones(3, device=device).requires_grad_() for _ in range(9)),
+        ])
+    mine, theirs = (kind(params, lr=0.1) for params in each)
+    rows = torch.tensor([1, 3, 3], device=device)
+
+    def loss(params: Any) -> Tensor:
+        out = nn.functional.embedding(rows, params[0], sparse=True).square().sum()
+        return out + torch.stack([(p * i).sin().sum() for i, p in enumerate(params[1:])]).sum()
+
+    for _ in range(3):
+        gradkit.minimize_(mine, loss(each[0]))
+        theirs.zero_grad()
+        loss(each[1]).backward()
+        theirs.step()
+    assert_same_bits(*each)
+
+
+def test_parameters_that_share_memory_are_stepped_in_turn(device: torch.device) -> None:
+    """The second reads, for the decay of weights, what the first has written."""
+    each: list[Any] = []
+    for _ in range(2):
+        base = torch.ones(3, device=device)
+        each.append([base[:].detach().requires_grad_() for _ in range(10)])
+    mine, theirs = (optim.SGD(params, lr=0.1, weight_decay=0.5) for params in each)
+    for _ in range(2):
+        gradkit.minimize_(mine, torch.stack([p.sin().sum() for p in each[0]]).sum())
+        theirs.zero_grad()
+        torch.stack([p.sin().sum() for p in each[1]]).sum().backward()
+        theirs.step()
+    assert_same_bits(*each)
