@@ -50,16 +50,6 @@ def _own_cache() -> Iterator[None]:
         yield
 
 
-def has_step_hooks(instance: Optimizer) -> bool:
-    """Return whether code of the user's runs before or after a step."""
-    return bool(
-        instance._optimizer_step_pre_hooks
-        or instance._optimizer_step_post_hooks
-        or optimizer._global_optimizer_pre_hooks
-        or optimizer._global_optimizer_post_hooks
-    )
-
-
 def is_step_of_class(instance: Any) -> bool:
     """Return whether `step` is that of the class, or a scheduler's around it."""
     own = vars(instance)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import repeat
 from operator import attrgetter
 from typing import Any, cast
@@ -154,61 +155,32 @@ def set_grads(leaves: Sequence[Tensor], grads: Iterable[Tensor | None]) -> None:
     deque(map(setattr, leaves, repeat("grad"), grads), 0)
 
 
-class FormerGrads:
-    """The `.grad` of leaves, set aside for a block that starts with every one None."""
-
-    # A block that is entered often has this by itself: `grads_put_back` takes a few microseconds
-    # more, as much as the step of a small model.
-    __slots__ = "_before", "_copies", "_leaves", "_may_overwrite", "are_set_aside"
-    _before: list[Tensor | None]  # nothing, if every one was None
-
-    def __init__(self, leaves: Sequence[Tensor], *, may_overwrite: bool = True) -> None:
-        # `may_overwrite`: whether the block may write on the memory of a former .grad.
-        self._leaves = leaves
-        self._may_overwrite = may_overwrite
-        self._copies: list[tuple[Tensor, Tensor]] = []  # of those that may be overwritten
-        self.are_set_aside = False
-
-    def set_aside(self) -> None:
-        """Set every `.grad` to None."""
-        leaves = self._leaves
-        self._before = before = list(map(_grad, leaves))
-        if set(map(type, before)) <= _NONE:
-            self._before = []
-            self.are_set_aside = True
-            return
-        _refuse_unassignable(leaves, before)
-        # A view of a buffer, as DistributedDataParallel makes them, can be overwritten through it.
-        self._copies = _copies_of_views(leaves, before) if self._may_overwrite else []
-        self.are_set_aside = True
-        set_grads(leaves, repeat(None))
-
-    def put_back(self) -> None:
-        """Put every former `.grad` back; to do so again does no harm."""
-        if not self.are_set_aside:
-            return
-        leaves, before = self._leaves, self._before
-        if not before:
-            deque(map(setattr, leaves, repeat("grad"), repeat(None)), 0)  # as set_grads does
-            self.are_set_aside = False
-            return
-        try:
-            set_grads(leaves, before)
-        except RuntimeError:
-            for leaf, grad in zip(leaves, before, strict=True):
-                _put_back(leaf, grad)
-        for grad, copy in self._copies:
-            grad.detach().copy_(copy)
-        self.are_set_aside = False
-
-
 @contextmanager
 def grads_put_back(leaves: Sequence[Tensor]) -> Iterator[None]:
     """Start a block with every `.grad` None, and restore the former `.grad` after it."""
-    former = FormerGrads(leaves)
-    with undone(former.put_back):
-        former.set_aside()
+    before = list(map(_grad, leaves))
+    copies: list[tuple[Tensor, Tensor]] = []
+    if not set(map(type, before)) <= _NONE:
+        _refuse_unassignable(leaves, before)
+        # A view of a buffer, as DistributedDataParallel makes them, can be overwritten through it.
+        copies = _copies_of_views(leaves, before)
+    with undone(partial(_put_back, leaves, before, copies)):
+        set_grads(leaves, repeat(None))
         yield
+
+
+def _put_back(
+    leaves: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    copies: Iterable[tuple[Tensor, Tensor]],
+) -> None:
+    try:
+        set_grads(leaves, grads)
+    except RuntimeError:
+        for leaf, grad in zip(leaves, grads, strict=True):
+            _put_back_cast(leaf, grad)
+    for grad, copy in copies:
+        grad.detach().copy_(copy)
 
 
 def _refuse_unassignable(leaves: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
@@ -239,7 +211,7 @@ def _copies_of_views(
     return [(grad, grad.detach().clone()) for grad in views if _memory(grad) not in of_leaves]
 
 
-def _put_back(leaf: Tensor, grad: Tensor | None) -> None:
+def _put_back_cast(leaf: Tensor, grad: Tensor | None) -> None:
     try:
         leaf.grad = grad
     except RuntimeError:

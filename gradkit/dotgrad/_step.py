@@ -8,30 +8,24 @@ from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from operator import attrgetter, is_, methodcaller
-from sys import getrefcount
 from typing import Any
 
 import torch
-from torch import Tensor, optim
+from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from gradkit._compat.distributed import mesh_of
 from gradkit._compat.dynamo import disable_compile
-from gradkit._compat.modules import (
-    has_step_hooks,
-    is_step_of_class,
-    is_unscaled,
-    scaler_put_back_on_error,
-)
+from gradkit._compat.modules import is_step_of_class, is_unscaled, scaler_put_back_on_error
 from gradkit._compat.undoing import INSIDE
 from gradkit._core.call import check_number
 from gradkit._core.ownership import PLAIN_TYPES, are_alone_in_memory, leave_inference_mode
 from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
-from gradkit._state.grad_attribute import FormerGrads, grads_put_back, set_grads, write_all
-from gradkit.dotgrad._kernels import step_by_kernels
+from gradkit._state.grad_attribute import grads_put_back, set_grads, write_all
+from gradkit.dotgrad._kernels import KERNELS, step_by_kernels
 from gradkit.dotgrad._matching import Pairs, match, path_of, read_grad_leaves, read_leaves, unique
 from gradkit.errors import (
     LeafTypeError,
@@ -40,87 +34,32 @@ from gradkit.errors import (
     UnsupportedOptimizerError,
     describe,
     message,
-    warn_fallback,
 )
 from gradkit.tree._norms import clip_by_global_norm
 
-# Their steps only read the gradients: tests/dotgrad/test_read_only_optimizers.py. All others get
-# copies: they may write on gradients, or keep them.
-READERS: frozenset[Any] = frozenset((
-    optim.ASGD, optim.Adadelta, optim.Adafactor, optim.Adagrad, optim.Adam, optim.AdamW,
-    optim.Adamax, optim.Muon, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD,
-    optim.SparseAdam,
-))  # fmt: skip
 _values: Callable[[dict[str, Any]], Iterable[Any]] = methodcaller("values")
 _is_contiguous: Callable[[Tensor], bool] = Tensor.is_contiguous
 _stride: Callable[[Tensor], tuple[int, ...]] = Tensor.stride
-_version, _kind = attrgetter("_version"), attrgetter("shape", "dtype", "device")
-_CONTAINERS = frozenset({dict, list, tuple})
-_one = [torch.empty(0)]
-_IN_TREE = next(map(getrefcount, _one))  # the count of a tensor that one container refers to
-del _one
+_kind = attrgetter("shape", "dtype", "device")
 
 
-def only_reads(optimizer: Any) -> bool:
-    """Return whether a step leaves the gradients as they are, and keeps none of them."""
-    return (
-        type(optimizer) in READERS
-        and is_step_of_class(optimizer)
-        and not has_step_hooks(optimizer)  # a hook may clip in place
-        and not any(map(_writes, optimizer.param_groups))
-    )
-
-
-def _writes(group: dict[str, Any]) -> bool:
-    """Return whether a step with these options writes on gradients, or may."""
-    if group.get("differentiable") or group.get("capturable"):
-        return True
-    # SGD adds Nesterov's momentum to the gradient itself where it takes all parameters at once.
-    if not group.get("nesterov") or group.get("foreach") is False:
-        return False
-    return bool(group.get("foreach")) or any(p.device.type != "cpu" for p in group["params"])
-
-
-def _are_laid_out_alone(leaves: Sequence[Tensor], grads: list[Tensor]) -> bool:
-    """Return whether each gradient has the strides of its leaf, and no view shares its memory."""
+def _are_alike(leaves: Sequence[Tensor], grads: list[Tensor]) -> bool:
+    """Return whether each gradient is laid out like its leaf, in memory of its own."""
     try:
+        if list(map(_kind, leaves)) != list(map(_kind, grads)):
+            return False
         are_contiguous = all(map(_is_contiguous, grads)) and all(map(_is_contiguous, leaves))
         if not are_contiguous and list(map(_stride, grads)) != list(map(_stride, leaves)):
             return False
         return are_alone_in_memory(grads)  # one that is not may be a view of a parameter
-    except (RuntimeError, TypeError):  # sparse, say
+    except (RuntimeError, TypeError):  # sparse or nested, say
         return False
 
 
-def _are_alike(leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
-    """Return whether each gradient has the shape, dtype and device of its leaf."""
-    try:
-        return list(map(_kind, leaves)) == list(map(_kind, grads))
-    except RuntimeError:  # of a nested tensor, which has no shape
-        return False
-
-
-def _are_written(
-    grads: list[Tensor],
-    optimizer: Optimizer,
-    own_params: Sequence[Tensor],
-    tree: PyTree,
-    lists: int,
-) -> bool:
+def _are_written(grads: Iterable[Any], optimizer: Optimizer, own_params: Iterable[Tensor]) -> bool:
     """Return whether a gradient is a tensor that a step of the optimizer writes on."""
-    # `tree`: the caller's list, tuple or dict if it is flat: beside our own `lists` nothing else
-    # should refer to a gradient.
-    states = optimizer.state.values()
-    # A parameter is in a group and a state in its dict, which would be one more reference (unless
-    # the tree is that dict itself).
-    if (
-        tree is not None
-        and {_IN_TREE + lists}.issuperset(map(getrefcount, grads))
-        and id(tree) not in map(id, states)
-    ):
-        return False
-    written = chain(own_params, chain.from_iterable(map(_values, states)))
-    return not set(map(id, grads)).isdisjoint(map(id, written))
+    states = chain.from_iterable(map(_values, optimizer.state.values()))
+    return not set(map(id, chain(own_params, states))).isdisjoint(map(id, grads))
 
 
 _STEPS = "an optimizer whose step() updates the parameters"
@@ -164,10 +103,11 @@ def step_(
 ) -> Tensor | None:
     """Take one step of an optimizer with these gradients; every `.grad` is as before afterwards.
 
-    Weights and optimizer state are bit for bit those of the `.grad` loop. Gradients are not copied
-    where the optimizer only reads them, as those of torch.optim do (but for SGD with Nesterov's
-    momentum and `foreach`), without step hooks, `scaler` and `max_norm`. A parameter of the
-    optimizer that is not in `params`, or has no gradient, is skipped, as by the loop.
+    Weights and optimizer state are bit for bit those of the `.grad` loop. Where torch.optim has a
+    functional form of the step (SGD, Adam, AdamW, RMSprop, Adagrad, Adamax, Adadelta, Rprop; no
+    step hooks, `scaler` or `max_norm`), it is called with the gradients themselves. All others
+    get copies. A parameter of the optimizer that is not in `params`, or has no gradient, is
+    skipped, as by the loop.
 
     Example:
         >>> import torch, gradkit
@@ -202,17 +142,14 @@ def step_(
             as that of LBFGS does; or it is a wrapper of Accelerate or Lightning whose step would be
             skipped, or would unscale the gradients once more.
     """
-    # Unscaling and clipping are in place.
-    may_lend = scaler is None and max_norm is None and only_reads(optimizer)
-    if not may_lend:
-        check_arguments(optimizer, params, grads, scaler, max_norm)
-        if max_norm is not None:
-            check_number("max_norm", max_norm, "max_norm=1.0, or leave it out", nonnegative=True)
+    check_arguments(optimizer, params, grads, scaler, max_norm)
+    if max_norm is not None:
+        check_number("max_norm", max_norm, "max_norm=1.0, or leave it out", nonnegative=True)
     opened = read_leaves(params)
     by_leaf = read_grad_leaves(opened, grads)
     own_params = [p for group in optimizer.param_groups for p in group["params"]]
-    may_lend = may_lend and not torch.is_inference_mode_enabled()
-    if may_lend and _step_without_copies(optimizer, opened, grads, by_leaf, own_params):
+    is_plain = scaler is None and max_norm is None and not torch.is_inference_mode_enabled()
+    if is_plain and _step_without_copies(optimizer, opened, by_leaf, own_params):
         return None
     pairs = _pairs_of_optimizer(opened, match(opened, grads, by_leaf), own_params)
     if scaler is not None and all(grad is None for _, grad in pairs):
@@ -266,56 +203,28 @@ def _clip(params: list[Tensor], max_norm: float | Tensor) -> Tensor:
 
 
 def _step_without_copies(
-    optimizer: Optimizer, params: Params, tree: PyTree, by_leaf: list[Any], own_params: list[Tensor]
+    optimizer: Optimizer, params: Params, by_leaf: list[Any], own_params: list[Tensor]
 ) -> bool:
-    """Step with the caller's gradients themselves; return False if that is not possible."""
-    leaves, grads, lists = params.leaves, by_leaf, 1
-    is_flat = type(tree) in _CONTAINERS and params.spec.num_nodes == len(leaves) + 1
+    """Step by torch's kernels with the caller's gradients; return False if that is not possible."""
+    leaves, grads = params.leaves, by_leaf
     kinds = set(map(type, by_leaf))
     if type(None) in kinds:  # frozen parameters, or unused ones
         if not params.no_ties:  # the same tensor may have a gradient in another place
             return False
         kinds.discard(type(None))
         present = [i for i, grad in enumerate(by_leaf) if grad is not None]
-        leaves, grads, lists = [leaves[i] for i in present], [by_leaf[i] for i in present], 2
+        leaves, grads = [leaves[i] for i in present], [by_leaf[i] for i in present]
     if (
         not kinds <= PLAIN_TYPES
         or not _are_trained(leaves, params, own_params)
-        or not _are_laid_out_alone(leaves, grads)
-        or _are_written(grads, optimizer, own_params, tree if is_flat else None, lists)
+        or not _are_alike(leaves, grads)
+        or _are_written(grads, optimizer, own_params)
     ):
         return False
-    if _are_alike(leaves, grads):
-        of_params = grads
-        if len(leaves) < len(own_params) or not all(map(is_, leaves, own_params)):
-            by_leaf_id = dict(zip(map(id, leaves), grads, strict=True))
-            of_params = [by_leaf_id.get(id(param)) for param in own_params]
-        if step_by_kernels(optimizer, of_params, may_write=False):
-            return True
-    former, are_lent = FormerGrads(own_params, may_overwrite=False), False
-    try:
-        try:
-            former.set_aside()
-            versions = list(map(_version, grads))
-            set_grads(leaves, grads)
-            are_lent = True
-            optimizer.step()
-            if list(map(_version, grads)) != versions:
-                warn_fallback(
-                    f"{type(optimizer).__name__} has changed the gradients that step_ was given, "
-                    "and that gradkit takes for read-only. The step itself is right. Pass copies: "
-                    "gradkit.tree.map(torch.clone, grads)"
-                )
-        except (RuntimeError, TypeError):  # of another shape, made in inference mode
-            if are_lent:
-                raise
-            return False
-        finally:
-            former.put_back()
-    finally:  # as `undone` does it
-        if former.are_set_aside:
-            former.put_back()
-    return True
+    if len(leaves) < len(own_params) or not all(map(is_, leaves, own_params)):
+        by_leaf_id = dict(zip(map(id, leaves), grads, strict=True))
+        grads = [by_leaf_id.get(id(param)) for param in own_params]
+    return step_by_kernels(optimizer, grads, may_write=False)
 
 
 def _are_trained(leaves: list[Any], params: Params, owned: list[Tensor]) -> bool:
@@ -346,7 +255,7 @@ def check_arguments(
     if scaler is not None and not isinstance(scaler, GradScaler):
         expected, fix = "a torch.amp.GradScaler or None", "scaler=torch.amp.GradScaler()"
         raise OptionError(message("scaler", expected, describe(scaler), fix))
-    if type(optimizer) in READERS and is_step_of_class(optimizer):
+    if type(optimizer) in KERNELS and is_step_of_class(optimizer):
         return
     _check_wrapper(optimizer, unscales_or_clips=not (scaler is None and max_norm is None))
     closure = inspect.signature(optimizer.step).parameters.get("closure")
