@@ -28,7 +28,7 @@ _QUICK = (Size(8, 2, 4, 3, shared=True),)
 _TORCHJD = "TorchJD jac_to_grad"
 _MATRIX = "the matrix of the gradients"
 _WAYS = ("weights", "jac_kept")  # whose peaks are taken
-_WEIGHED = "gram, and combine with UPGrad's weights"
+_WEIGHED = "combine with UPGradWeighting"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def sides(task: Task) -> dict[str, Side]:
         return gradkit.per_loss_grads(task.build(), task.params)
 
     return {
-        "weights": Side(trees, lambda t: gradkit.combine(t, weighting(gradkit.tree.gram(t)))),
+        "weights": Side(trees, lambda t: gradkit.combine(t, weighting)),
         "function": Side(trees, lambda t: gradkit.combine(t, aggregator)),
         "matrix": Side(lambda: gradkit.tree.to_matrix(trees())[0], aggregator),
         "jac_to_grad": _jac_to_grad(task, aggregator),

@@ -87,8 +87,18 @@ def check_weighting(weights: object) -> None:
 
 def check_aggregator(aggregator: object) -> None:
     """Raise if what is to make one gradient of several is a weighting of TorchJD, or a class."""
-    fix = "gradkit.value_and_grads(losses, params, weights=weighting), or an aggregator: UPGrad()"
-    _check_function_of_losses("aggregator", aggregator, "Weighting", _AGGREGATOR, _WEIGHTING, fix)
+    fix = "pass an aggregator: UPGrad(); or a weighting by the Gramian: UPGradWeighting()"
+    _check_function_of_losses("aggregator", aggregator, "Weighting", _AGGREGATOR, "to weights", fix)
+
+
+def is_weighting(function: object) -> bool:
+    """Return whether this makes K weights of a Gramian, as some classes of TorchJD do."""
+    return not isinstance(function, type) and _is_of_torchjd(function, "_GramianWeighting")
+
+
+def _is_of_torchjd(value: object, base: str) -> bool:
+    mro = type(value).__mro__
+    return any(each.__name__ == base and each.__module__[:8] == "torchjd." for each in mro)
 
 
 def _check_function_of_losses(
@@ -96,7 +106,7 @@ def _check_function_of_losses(
 ) -> None:
     if isinstance(value, type):
         got, fix = f"the class {value.__name__}", f"pass an instance: {value.__name__}()"
-    elif any(b.__name__ == refused and b.__module__[:8] == "torchjd." for b in type(value).__mro__):
+    elif _is_of_torchjd(value, refused):
         got = f"{describe(value)}, {got}"  # which would be right for no sizes, and run for some
     else:
         return

@@ -5,7 +5,7 @@ Inner products are real, in the leaves' common dtype, float32 at least, and not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from typing import cast
@@ -113,12 +113,15 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
 _COLUMNS_AT_A_TIME = 1 << 18
 
 
-def products(vectors: Sequence[Tensor]) -> Tensor:
-    """Return the inner products `[K, K]` of K real vectors, with their graph."""
-    blocks = zip(*(torch.split(v, _COLUMNS_AT_A_TIME) for v in vectors), strict=True)
+def products(rows: Sequence[Tensor] | Tensor) -> Tensor:
+    """Return the inner products `[K, K]` of tensors, or rows of a matrix, with their graph."""
+    if isinstance(rows, Tensor):
+        blocks: Iterable[Tensor] = torch.split(rows, _COLUMNS_AT_A_TIME, 1)
+    else:
+        parts = (torch.split(row.reshape(-1), _COLUMNS_AT_A_TIME) for row in rows)
+        blocks = (torch.stack(to_common_dtype(columns)) for columns in zip(*parts, strict=True))
     total: Tensor | None = None
-    for columns in blocks:
-        block = torch.stack(to_common_dtype(columns))
+    for block in blocks:
         with without_autocast(block.device), INSIDE:
             part = block @ block.T
         total = part if total is None else total + part

@@ -386,21 +386,24 @@ def aligned_leaves(trees: Mapping[str, PyTree]) -> tuple[list[list[Leaf]], Struc
     """Return the leaves of each tree, in the order of the first, and the structure of that."""
     names = list(trees)
     opened, spec = flatten_aligned(list(trees.values()), names.__getitem__)
-    if not _plainly_alike(opened):
+    if not are_plainly_alike(opened):
         for index, row in enumerate(zip(*opened, strict=True)):
             _check_row(row, names, spec, index)
     return opened, spec
 
 
-def _plainly_alike(trees: Sequence[list[Any]]) -> bool:
+def are_plainly_alike(trees: Sequence[list[Any]]) -> bool:
     """Return whether all leaves are plain tensors, of the same shapes in each tree."""
     if torch.compiler.is_compiling():  # torch.compile takes no map over an attrgetter
         return False
     if not all(PLAIN_TYPES.issuperset(builtins.map(type, leaves)) for leaves in trees):
         return False
     first, *others = trees
-    shapes = list(builtins.map(_shape, first)) if others else []
-    return all(list(builtins.map(_shape, leaves)) == shapes for leaves in others)
+    try:
+        shapes = list(builtins.map(_shape, first)) if others else []
+        return all(list(builtins.map(_shape, leaves)) == shapes for leaves in others)
+    except RuntimeError:  # a strided nested tensor has none
+        return False
 
 
 def flatten_aligned(

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from itertools import chain
 from math import prod
+from operator import attrgetter, itemgetter
 from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
-from gradkit._compat.autograd import flatten_dense
+from gradkit._compat.autograd import flatten_dense, unflatten_dense
 from gradkit._compat.transforms import transforms
 from gradkit._core import pytree
-from gradkit._core.call import check_aggregator, is_real_number, number_for_torch
+from gradkit._core.call import check_aggregator, is_real_number, is_weighting, number_for_torch
 from gradkit._core.leaf_arithmetic import (
     add_leaves,
     from_real_vector,
@@ -28,9 +29,11 @@ from gradkit._core.leaf_arithmetic import (
 from gradkit._core.pytree import PyTree, Structure
 from gradkit._state.snapshot import put_back_on_error
 from gradkit.errors import LeafTypeError, StructureError, describe, message
-from gradkit.tree._arithmetic import Leaf, flatten_aligned
+from gradkit.tree._arithmetic import Leaf, are_plainly_alike, flatten_aligned
 
 _Weight: TypeAlias = float | Tensor
+_dtype, _device, _layout = map(attrgetter, ("dtype", "device", "layout"))
+_requires_grad = attrgetter("requires_grad")
 # The most entries of a row in one group.
 _LARGEST_GROUP = 1 << 18
 # A leaf with more entries is a group by itself: copying it would cost more than one more product.
@@ -56,9 +59,10 @@ class PerLossRows:
         leaves = list(chain.from_iterable(self.rows))
         if transforms() or set(map(type, leaves)) != {Tensor}:
             return None
-        kinds = {(x.dtype, x.device, x.layout) for x in leaves if x is not None}
-        dtype, _, layout = next(iter(kinds))
-        if len(kinds) > 1 or dtype not in (torch.float32, torch.float64) or layout != torch.strided:
+        kinds = [set(map(read, leaves)) for read in (_dtype, _device, _layout)]
+        if any(len(kind) > 1 for kind in kinds) or kinds[2] != {torch.strided}:
+            return None
+        if not kinds[0] <= {torch.float32, torch.float64}:
             return None
         groups: list[list[int]] = []
         group: list[int] = []
@@ -74,12 +78,13 @@ class PerLossRows:
                 group, size = [], 0
         return [*groups, group] if group else groups
 
-    def as_vectors(self, group: list[int]) -> list[Tensor]:
-        """Return the leaves of a group as one vector for each row."""
-        parts = [[cast("Tensor", row[leaf]) for leaf in group] for row in self.rows]
+    def of_group(self, group: list[int]) -> Sequence[Tensor] | Tensor:
+        """Return the leaf of each row, or of a group of several a matrix with their entries."""
         if len(group) == 1:
-            return [leaf.reshape(-1) for (leaf,) in parts]
-        return [flatten_dense(leaves) for leaves in parts]
+            return [cast("Tensor", row[group[0]]) for row in self.rows]
+        own = self.rows if len(group) == len(self.rows[0]) else map(itemgetter(*group), self.rows)
+        every = cast("list[Tensor]", list(chain.from_iterable(own)))
+        return flatten_dense(every).view(len(self.rows), -1)
 
 
 def read_per_loss_rows(per_loss: PyTree, losses: PyTree | None) -> PerLossRows:
@@ -111,8 +116,9 @@ def read_per_loss_rows(per_loss: PyTree, losses: PyTree | None) -> PerLossRows:
         by_loss, spec = flatten_aligned(trees, path)
     except StructureError as error:
         raise StructureError(f"{error}; or {_OF_EACH_LOSS}") from None
-    for leaf, column in enumerate(zip(*by_loss, strict=True)):
-        _check_column(column, shapes, partial(leaf_path, leaf))
+    if any(shapes) or not are_plainly_alike(by_loss):
+        for leaf, column in enumerate(zip(*by_loss, strict=True)):
+            _check_column(column, shapes, partial(leaf_path, leaf))
     pairs = zip(by_loss, shapes, strict=True)
     rows = [row for leaves, shape in pairs for row in _split(leaves, shape)]
     if not rows:
@@ -283,11 +289,14 @@ def gram(per_loss: PyTree, *, losses: PyTree | None = None) -> Tensor:
     Raises:
         GradkitError: As in `to_matrix`.
     """
-    rows = read_per_loss_rows(per_loss, losses)
+    return _gram(read_per_loss_rows(per_loss, losses))
+
+
+def _gram(rows: PerLossRows) -> Tensor:
     groups = rows.groups()
     if groups is None:
         return symmetrized(_product_of_leaves(rows))
-    return symmetrized(torch.stack([products(rows.as_vectors(group)) for group in groups]).sum(0))
+    return symmetrized(reduce(torch.add, (products(rows.of_group(group)) for group in groups)))
 
 
 def _product_of_leaves(rows: PerLossRows) -> Tensor:
@@ -318,14 +327,15 @@ def combine(
     Args:
         per_loss: K losses (its top level), each a tree of gradients of one structure.
         aggregator: A function from the matrix `[K, n]` of `to_matrix` to a vector `[n]`, such as
-            an aggregator of TorchJD. Or weights, as in `weighted_sum`, which builds no matrix.
+            an aggregator of TorchJD. Or weights, as in `weighted_sum`, or a weighting of TorchJD
+            that takes the inner products `[K, K]`, such as `UPGradWeighting()`: no matrix is built.
         losses: As in `to_matrix`.
 
     Returns:
         A tree like the gradients of one loss, in their dtypes; None where every loss has None.
 
     Raises:
-        OptionError: `aggregator` is a class, or a weighting of TorchJD.
+        OptionError: `aggregator` is a class, or a weighting of TorchJD that takes something else.
         StructureError: The aggregator returns no dense real vector of shape `[n]`.
         GradkitError: As in `weighted_sum`.
 
@@ -335,12 +345,28 @@ def combine(
     """
     if not callable(aggregator):
         return weighted_sum(per_loss, aggregator, losses=losses)
+    if is_weighting(aggregator):
+        with put_back_on_error(aggregator):
+            return _weighted_by_gram(read_per_loss_rows(per_loss, losses), aggregator)
     check_aggregator(aggregator)
     matrix, unravel = to_matrix(per_loss, losses=losses)
     with put_back_on_error(aggregator):
         vector = aggregator(matrix)
         _check_vector("the aggregator's result", vector, *matrix.shape)
     return unravel(vector)
+
+
+def _weighted_by_gram(rows: PerLossRows, weighting: Callable[[Tensor], Any]) -> PyTree:
+    """Return the sum with weights that are a function of the inner products."""
+    groups = rows.groups()
+    if groups is None or len(groups) > 1 or len(groups[0]) < 2:
+        return _weighted_sum(rows, weighting(_gram(rows)))
+    matrix = cast("Tensor", rows.of_group(groups[0]))  # few entries: made once for both
+    weights = weighting(symmetrized(products(matrix)))
+    if not isinstance(weights, Tensor) or weights.shape != (len(matrix),):
+        return _weighted_sum(rows, weights)
+    likes = cast("list[Tensor]", rows.rows[0])
+    return rows.unflatten(_split_like(weights.to(matrix) @ matrix, likes))
 
 
 def weighted_sum(
@@ -368,11 +394,14 @@ def weighted_sum(
         StructureError: The weights do not match the losses.
         GradkitError: As in `to_matrix`.
     """
-    rows = read_per_loss_rows(per_loss, losses)
+    return _weighted_sum(read_per_loss_rows(per_loss, losses), weights)
+
+
+def _weighted_sum(rows: PerLossRows, weights: PyTree) -> PyTree:
     by_row = _row_weights(weights, rows)
     tensors = (x for x in chain(by_row, *rows.rows) if isinstance(x, Tensor))
     groups = rows.groups()
-    if groups is not None and not any(x.requires_grad for x in tensors):
+    if groups is not None and not any(map(_requires_grad, tensors)):
         return rows.unflatten(_sum_in_groups(rows, groups, by_row))
     total: list[Leaf] = [None] * len(rows.rows[0])
     for row, weight in zip(rows.rows, by_row, strict=True):
@@ -387,15 +416,25 @@ def _sum_in_groups(
     """Return the same sums, added in the same order, several leaves at a time."""
     sums: list[Leaf] = [None] * len(rows.rows[0])
     for group in groups:
-        scaled = map(_times, rows.as_vectors(group), weights)
-        total = next(scaled).clone()
-        for vector in scaled:
+        first, *others = map(_times, rows.of_group(group), weights)
+        total = first.clone() if weights[0] is None else first
+        for vector in others:
             total += vector
+        if len(group) == 1:
+            sums[group[0]] = total
+            continue
         likes = [cast("Tensor", rows.rows[0][leaf]) for leaf in group]
-        parts = torch.split(total, [like.numel() for like in likes])
-        for leaf, part, like in zip(group, parts, likes, strict=True):
-            sums[leaf] = torch.empty_like(like).copy_(part.view(like.shape))
+        for leaf, part in zip(group, _split_like(total, likes), strict=True):
+            sums[leaf] = part
     return sums
+
+
+def _split_like(vector: Tensor, likes: Sequence[Tensor]) -> list[Tensor]:
+    """Return the parts of a vector in memory of their own, in the layouts of some tensors."""
+    parts = unflatten_dense(vector, likes)
+    if all(map(Tensor.is_contiguous, likes)):
+        return list(map(Tensor.clone, parts))
+    return [torch.empty_like(like).copy_(x) for like, x in zip(likes, parts, strict=True)]
 
 
 def _row_weights(weights: PyTree, rows: PerLossRows) -> list[_Weight | None]:

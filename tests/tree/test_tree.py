@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 
 import gradkit
 from gradkit import tree
+from gradkit._core.call import is_weighting
 from gradkit.tree import _arithmetic
 from tests.helpers import assert_same_bits, same_bits, unchanged
 
@@ -751,14 +752,16 @@ def stub(base: str, call: Any) -> Any:
 
 def both_of_torchjd() -> list[tuple[Any, Any]]:
     """Return pairs of a weighting and an aggregator of TorchJD: stubs, and its own."""
-    stubs = stub("Weighting", lambda _, g: g.diagonal()), stub("Aggregator", lambda _, m: m[0])
+    aggregator = stub("Aggregator", lambda _, m: m[0])
+    kinds = "Weighting", "_GramianWeighting"
+    stubs = [(stub(kind, lambda _, g: g.diagonal()), aggregator) for kind in kinds]
     try:
         from torchjd import aggregation
     except ImportError:
-        return [stubs]
+        return stubs
     names = "UPGrad", "Mean", "MGDA"
     own = [(getattr(aggregation, f"{n}Weighting")(), getattr(aggregation, n)()) for n in names]
-    return [stubs, *own]
+    return [*stubs, *own]
 
 
 @pytest.mark.parametrize("count", [2, 3])  # with two losses all sizes fit
@@ -769,12 +772,32 @@ def test_weightings_and_aggregators_are_not_taken_for_each_other(
     losses = [((k + 1) * w.sin()).square().sum() for k in range(count)]
     for weighting, aggregator in both_of_torchjd():
         per_loss = gradkit.per_loss_grads(losses, w, retain_graph=True)
-        with pytest.raises(gradkit.OptionError, match=r"(?s)^aggregator: .*weights=weighting"):
-            gradkit.combine(per_loss, weighting)
+        if is_weighting(weighting):
+            weights = weighting(gradkit.tree.gram(per_loss))
+            expected = gradkit.tree.weighted_sum(per_loss, weights)
+            torch.testing.assert_close(gradkit.combine(per_loss, weighting), expected)
+        else:  # from something else to weights
+            with pytest.raises(gradkit.OptionError, match=r"(?s)^aggregator: .*UPGradWeighting"):
+                gradkit.combine(per_loss, weighting)
         with pytest.raises(gradkit.OptionError, match=r"(?s)^weights: .*gradkit\.combine"):
             gradkit.value_and_grads(losses, w, weights=aggregator)
         gradkit.value_and_grads(losses, w, weights=weighting, retain_graph=True)
         gradkit.combine(per_loss, aggregator)
+
+
+@pytest.mark.parametrize("shapes", [[(3,)], [(3,), (2, 2), ()], [(200, 100), (3,)]])
+def test_a_weighting_is_given_the_gram(device: torch.device, shapes: list[tuple[int, ...]]) -> None:
+    """Of one leaf, of several that become one matrix, and beside a large one."""
+    torch.manual_seed(0)
+    per_loss = {k: [torch.randn(shape, device=device) for shape in shapes] for k in "abc"}
+    weighting = stub("_GramianWeighting", lambda _, g: 1 / g.diagonal())
+    weights = weighting(gradkit.tree.gram(per_loss))
+    combined = gradkit.combine(per_loss, weighting)
+    torch.testing.assert_close(combined, gradkit.tree.weighted_sum(per_loss, weights))
+    assert len({x.untyped_storage().data_ptr() for x in combined}) == len(combined)
+    for wrong in (lambda _, g: g, lambda _, g: g[0, :2], lambda _, g: "none"):
+        with pytest.raises(gradkit.GradkitError, match=r"one for each loss|weights"):
+            gradkit.combine(per_loss, stub("_GramianWeighting", wrong))
 
 
 def test_a_class_in_place_of_its_instance(device: torch.device) -> None:
