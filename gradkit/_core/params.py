@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence, ValuesView
 from dataclasses import dataclass
 from functools import partial
-from itertools import compress, count
+from itertools import chain, compress, count
 from numbers import Number
 from operator import attrgetter
 from typing import Any, TypeAlias
@@ -25,6 +25,7 @@ from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError,
 
 _requires_grad, _is_leaf, _dtype = map(attrgetter, ("requires_grad", "is_leaf", "dtype"))
 _PARAMETER = {nn.Parameter}  # which is always a leaf
+_SEQUENCES = frozenset({list, tuple})
 Tensors: TypeAlias = list[Tensor]
 Grads: TypeAlias = list[Tensor | None]  # of each variable, None where it is not reached
 CopyAll: TypeAlias = Callable[[list[Any]], Iterable[Any]]
@@ -144,8 +145,11 @@ def read_params(
             _refuse_distributed(classes, lambda: root)
         are_distinct = True
     else:
-        if type(tree) is list and set(map(type, tree)) == _PARAMETER:  # as an optimizer has them
-            leaves, spec = [*tree], pytree.spec_of_items(list, len(tree))
+        if isinstance(tree, Optimizer):
+            tree = _params_of_optimizer(tree)
+        kind: Any = type(tree)
+        if kind in _SEQUENCES and set(map(type, tree)) == _PARAMETER:  # as an optimizer has them
+            leaves, spec = [*tree], pytree.spec_of_items(kind, len(tree))
         else:
             leaves, spec = expand_params(tree, root, allow_distributed=allow_distributed)
         are_distinct = len(set(map(id, leaves))) == len(leaves)
@@ -301,13 +305,17 @@ def expand_params(
             if not allow_distributed:
                 _refuse_distributed(classes, partial(pytree.path, spec, index, root))
         elif isinstance(leaf, Optimizer):
-            leaf = tuple(p for group in leaf.param_groups for p in group["params"])
+            leaf = _params_of_optimizer(leaf)
         elif isinstance(leaf, Iterator | ValuesView):
             leaf = tuple(leaf)
         expanded.append(leaf)
     return expand_params(
         pytree.unflatten(spec, expanded), root, allow_distributed=allow_distributed
     )
+
+
+def _params_of_optimizer(optimizer: Optimizer) -> tuple[Tensor, ...]:
+    return tuple(chain.from_iterable(group["params"] for group in optimizer.param_groups))
 
 
 def refuse_distributed(module: nn.Module, where: Callable[[], str]) -> None:

@@ -18,7 +18,7 @@ from gradkit_migrate.step import TrainingStep
 
 ABOUT_CLEARING = re.compile(r"grad|zero|clear|reset", re.IGNORECASE)
 TYPE_IGNORE = re.compile(r"#\s*type:\s*ignore")
-REMOVED = ""  # what a statement becomes: code, in which LOSS is what backward was called on
+REMOVED = ""  # what a statement becomes: other code, or nothing
 CLEARED = "# and comments about it"
 
 
@@ -58,26 +58,42 @@ def _free_name(source: Source, function: Function, first: str, *others: str) -> 
 
 def _edits(source: Source, step: TrainingStep, gradkit: str) -> dict[Node, str]:
     """Return what becomes of the statements of one step."""
-    function = step.backward.function
-    value = _free_name(source, function, "_", "loss_value")
-    grads = _free_name(source, function, "grads", "step_grads")
-    given = "".join(f", {source.text(arg).rstrip(', ')}" for arg in step.backward.call.args)
-    stepped = f"{gradkit}.step_({step.step.optimizer}, {step.params}, {grads}"
-    if step.step.scaler:
-        stepped += f", scaler={step.step.scaler}"
+    function, optimizer = step.backward.function, step.step.optimizer
+    unused = _free_name(source, function, "_", "loss_value")
+    options = f", scaler={step.step.scaler}" if step.step.scaler else ""
+    norm = None
     if step.clip is not None and (values := clip_values(step.clip.call)):
-        stepped += f", max_norm={source.text(values[1])}"
-        if norm := norm_name(step.clip):
-            stepped = f"{norm} = {stepped}"
+        options += f", max_norm={source.text(values[1])}"
+        norm = norm_name(step.clip)
     removed = [call for call in (step.clip, step.unscale) if call is not None]
-    return {
+    edits = {
         **{call.statement: REMOVED for call in removed},
         **{zero.statement: CLEARED for zero in step.zeros},
-        step.backward.statement: (
-            f"{value}, {grads} = {gradkit}.value_and_grads(LOSS, {step.params}{given})"
-        ),
-        step.step.statement: f"{stepped})",
     }
+    loss: Any = cst.ensure_type(step.backward.call.func, cst.Attribute).value
+    if step.is_one_call:
+        if step.step.scaler:
+            loss = loss.args[0].value  # of scaler.scale(loss)
+        target = f"{unused}, {norm} = " if norm else ""
+        code = f"{gradkit}.minimize_({optimizer}, {_as_argument(source, loss)}{options})"
+        return edits | {step.backward.statement: REMOVED, step.step.statement: target + code}
+    grads = _free_name(source, function, "grads", "step_grads")
+    target = f"{norm} = " if norm else ""
+    given = "".join(f", {source.text(arg).rstrip(', ')}" for arg in step.backward.call.args)
+    found = f"{gradkit}.value_and_grads({_as_argument(source, loss)}, {step.params}{given})"
+    stepped = f"{gradkit}.step_({optimizer}, {step.params}, {grads}{options})"
+    return edits | {
+        step.backward.statement: f"{unused}, {grads} = {found}",
+        step.step.statement: target + stepped,
+    }
+
+
+def _as_argument(source: Source, loss: Any) -> str:
+    """Return an expression, without the parentheses that it needs in front of a method only."""
+    simple = isinstance(loss, cst.BinaryOperation | cst.UnaryOperation)
+    if simple and len(loss.lpar) == 1 and "\n" not in source.text(loss):
+        loss = loss.with_changes(lpar=[], rpar=[])
+    return source.text(loss)
 
 
 class _Rewriter(cst.CSTTransformer):
@@ -124,23 +140,14 @@ class _Rewriter(cst.CSTTransformer):
             if edit in {REMOVED, CLEARED}:
                 removed.append(edit or REMOVED)
             else:
-                stay.append(_replaced(new, edit) if edit else new)
+                stay.append(_parsed(edit).with_changes(semicolon=new.semicolon) if edit else new)
         if stay and removed:
             stay[-1] = stay[-1].with_changes(semicolon=updated[-1].semicolon)
         return stay, removed
 
 
-def _replaced(statement: Any, code: str) -> Any:
-    """Return other code, with the tensor on which the statement calls backward for LOSS."""
-    new: Any = cst.ensure_type(cst.parse_statement(code), cst.SimpleStatementLine).body[0]
-    if "LOSS" in code:
-        loss = statement.value.func.value
-        simple = isinstance(loss, cst.BinaryOperation | cst.UnaryOperation)
-        if simple and len(loss.lpar) == 1 and "\n" not in cst.Module([]).code_for_node(loss):
-            loss = loss.with_changes(lpar=[], rpar=[])
-        args = [new.value.args[0].with_changes(value=loss), *new.value.args[1:]]
-        new = new.with_changes(value=new.value.with_changes(args=args))
-    return new.with_changes(semicolon=statement.semicolon)
+def _parsed(code: str) -> Any:
+    return cst.ensure_type(cst.parse_statement(code), cst.SimpleStatementLine).body[0]
 
 
 def _comments(line: cst.SimpleStatementLine, *, clears: bool) -> list[cst.EmptyLine]:

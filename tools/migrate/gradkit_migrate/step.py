@@ -30,6 +30,7 @@ class TrainingStep:
     clip: LoopCall | None
     unscale: LoopCall | None
     params: str  # with respect to what: the module where that is evident, else the optimizer
+    is_one_call: bool  # nothing needs the gradients, or stands between these calls
 
     @property
     def calls(self) -> list[LoopCall]:
@@ -75,7 +76,9 @@ class StepMatcher:
         self._groups.check(zeros, backward, step)
         self._check_names([*zeros, backward, step], backward, trained)
         params = owner.name if is_evident else step.optimizer
-        return TrainingStep(backward, step, zeros, clip, unscale, params)
+        own = [call.statement for call in (clip, unscale) if call is not None]
+        is_one_call = len(between) == len(own) and not backward.call.args
+        return TrainingStep(backward, step, zeros, clip, unscale, params, is_one_call)
 
     def _check_backward(self, backward: LoopCall) -> None:
         call, line, shown = backward.call, backward.line, self._source.shown

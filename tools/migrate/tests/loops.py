@@ -72,7 +72,7 @@ def run():
         scheduler.step()
     return [model], log
 """,
-        "gradkit.step_(optimizer, optimizer, grads)",
+        "gradkit.minimize_(optimizer, loss)",
     ),
     "zero_grad after step": (
         '''
@@ -107,7 +107,7 @@ def run():
         train(batches, model, loss_fn, optimizer, log)
     return [model], log
 ''',
-        "# Backpropagation\n        _, grads = gradkit.value_and_grads(loss, optimizer)",
+        "# Backpropagation\n        gradkit.minimize_(optimizer, loss)",
     ),
     "phases": (
         """
@@ -160,7 +160,7 @@ def run():
     model, history = train_model(model, nn.CrossEntropyLoss(), optimizer_ft, exp_lr_scheduler)
     return [model], history
 """,
-        "                        gradkit.step_(optimizer, optimizer, grads)",
+        "                        gradkit.minimize_(optimizer, loss)",
     ),
     "recurrent, clipped": (
         """
@@ -191,7 +191,7 @@ def run():
         total_loss += loss.item()
     return [model], [total_loss]
 """,
-        "problem in RNNs / LSTMs.\n        gradkit.step_(opt, model, grads, max_norm=CLIP)",
+        "problem in RNNs / LSTMs.\n        gradkit.minimize_(opt, loss, max_norm=CLIP)",
     ),
     "amp": (
         """
@@ -218,7 +218,7 @@ def run():
             scales.append(scaler.get_scale())
     return [model], scales
 """,
-        "gradkit.step_(optimizer, model, grads, scaler=scaler, max_norm=1.0)",
+        "gradkit.minimize_(optimizer, loss, scaler=scaler, max_norm=1.0)",
     ),
     "amp or not": (
         """
@@ -251,7 +251,7 @@ def run():
         models.append(model)
     return models, []
 """,
-        "gradkit.step_(optimizer, optimizer, grads, scaler=scaler)",
+        "gradkit.minimize_(optimizer, loss, scaler=scaler)",
     ),
     "on one line": (
         """import torch; import torch.nn.functional as F
@@ -263,7 +263,7 @@ def run():
         (F.cross_entropy(net(x), y) + 0.1 * net(x).mean()).backward(); opt.step(); log.append(1)
     return [net], log
 """,
-        "_, grads = gradkit.value_and_grads(l, opt); gradkit.step_(opt, opt, grads)",
+        "l = F.cross_entropy(net(x), y); gradkit.minimize_(opt, l)",
     ),
     "two players": (
         """
@@ -299,7 +299,7 @@ def run():
             log += [lossD.item(), lossG.item()]
     return [G, D], log
 """,
-        "gradkit.step_(optG, G, grads)",
+        "gradkit.minimize_(optG, lossG)",
     ),
     "globals": (
         """
@@ -331,7 +331,7 @@ def run():
         log.append(finish_episode((actions == y).float().tolist(), list(dist.log_prob(actions))))
     return [model], log
 """,
-        "_, grads = gradkit.value_and_grads(policy_loss, optimizer)",
+        "gradkit.minimize_(optimizer, policy_loss)",
     ),
     "warm-up and logging between": (
         """
@@ -451,6 +451,6 @@ def run():
         optimizer.zero_grad(set_to_none=True)
     return [model], [loss.item()]
 """,
-        "gradkit.step_(optimizer, optimizer, grads)\n    return",
+        "gradkit.minimize_(optimizer, loss)\n    return",
     ),
 }

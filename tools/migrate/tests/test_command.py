@@ -32,8 +32,7 @@ model = nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for x in [torch.ones(2)]:
     loss = model( x ).sum()   # spaced as they like
-    _, grads = gradkit.value_and_grads(loss, model)
-    gradkit.step_(optimizer, model, grads)
+    gradkit.minimize_(optimizer, loss)
 '''
 LEFT = LOOP.replace("backward()", "backward(create_graph=True)")
 
@@ -47,7 +46,7 @@ def test_a_diff_is_shown_and_nothing_is_written(
     out, err = capsys.readouterr()
     assert file.read_text(encoding="utf-8") == LOOP
     assert "-    optimizer.zero_grad()\n" in out
-    assert "+    gradkit.step_(optimizer, model, grads)\n" in out
+    assert "+    gradkit.minimize_(optimizer, loss)\n" in out
     assert "1 file: 1 training step to move, 0 left\n" in err
     (tmp_path / "change.diff").write_text(out, encoding="utf-8")
     depth = len(tmp_path.parts)
@@ -87,7 +86,7 @@ def test_a_file_that_does_not_parse_is_named_and_the_others_are_read(
     out, err = capsys.readouterr()
     assert f"{tmp_path / 'a.py'}:2: does not parse" in err
     assert f"{tmp_path / 'b.py'}:1: does not parse" in err
-    assert "gradkit.step_" in out
+    assert "gradkit.minimize_" in out
     assert "3 files: 1 training step to move, 0 left, 2 files not read\n" in err
 
 
@@ -116,7 +115,7 @@ def test_line_ends_encoding_and_mark_stay(device: torch.device) -> None:
     text = LOOP.replace("A loop", "Eine Schleife für äöü").replace("(2, 1)", "(2, 1)  # größer")
     text = text.replace("    loss.", "    'ß'; loss.")
     new = MOVED.replace("A loop", "Eine Schleife für äöü").replace("(2, 1)", "(2, 1)  # größer")
-    new = new.replace("    _, grads", "    'ß'; _, grads")
+    new = new.replace("    gradkit.mini", "    'ß'\n    gradkit.mini")
     assert migrate(text.encode()).source == new.encode()
     dos = text.replace("\n", "\r\n").encode()
     assert migrate(dos).source == new.replace("\n", "\r\n").encode()
@@ -146,9 +145,7 @@ def test_gradkit_is_imported_once_after_the_imports(
     device: torch.device, before: str, after: str
 ) -> None:
     loop = "def f(x, opt):\n    opt.zero_grad()\n    x.sum().backward()\n    opt.step()\n"
-    moved = (
-        "    _, grads = gradkit.value_and_grads(x.sum(), opt)\n    gradkit.step_(opt, opt, grads)\n"
-    )
+    moved = "    gradkit.minimize_(opt, x.sum())\n"
     source = migrate((before + loop).encode()).source.decode()
     assert source == f"{after}def f(x, opt):\n{moved}"
 
@@ -156,12 +153,13 @@ def test_gradkit_is_imported_once_after_the_imports(
 def test_the_name_that_gradkit_has_is_used(device: torch.device) -> None:
     source = LOOP.replace("import torch\n", "import torch\nimport gradkit as gk\n", 1)
     new = migrate(source.encode()).source.decode()
-    assert "gk.step_(optimizer, model, grads)" in new
+    assert "gk.minimize_(optimizer, loss)" in new
     assert "import gradkit\n" not in new
 
 
 def test_names_in_use_stay(device: torch.device) -> None:
-    source = LOOP + "print(_('done'), grads, step_grads)\n"
+    source = LOOP.replace("backward()", "backward()\n    print(loss)")
+    source += "print(_('done'), grads, step_grads)\n"
     new = migrate(source.encode()).source.decode()
     assert "loss_value, step_grads_2 = gradkit.value_and_grads(loss, model)" in new
 
@@ -181,7 +179,7 @@ def test_comments_about_clearing_go_and_others_stay(device: torch.device) -> Non
 def test_a_loss_on_several_lines_keeps_them(device: torch.device) -> None:
     source = LOOP.replace("    loss.backward()", "    (loss\n     + 1).backward()  # one more")
     new = migrate(source.encode()).source.decode()
-    assert "_, grads = gradkit.value_and_grads((loss\n     + 1), model)  # one more\n" in new
+    assert "    # one more\n    gradkit.minimize_(optimizer, (loss\n     + 1))\n" in new
 
 
 def test_what_is_taken_for_granted_is_said_once(

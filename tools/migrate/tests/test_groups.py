@@ -86,7 +86,7 @@ def test_an_optimizer_with_other_groups_is_the_params(device: torch.device, name
     for source in (program(CHANGES[name]), program(first=f"if i == 1: {CHANGES[name]}")):
         result = migrate(source.encode())
         assert (result.moved, result.skipped) == (1, [])
-        assert b"gradkit.step_(optimizer, optimizer, grads)" in result.source
+        assert b"gradkit.minimize_(optimizer, loss)" in result.source
         assert_same(source, result.source, device)
 
 
@@ -130,8 +130,11 @@ def test_clipping_with_other_groups_is_left(device: torch.device, name: str) -> 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_of_the_groups_leave_the_model_as_params(device: torch.device, name: str) -> None:
-    source = program(OPTIONS[name], OPTIONS[name], OPTIONS[name])
+    source = program(OPTIONS[name], OPTIONS[name], OPTIONS[name]).replace(
+        "        optimizer.step()",
+        "        torch.nn.utils.clip_grad_norm_(model.parameters(), 1)\n        optimizer.step()",
+    )
     result = migrate(source.encode())
     assert (result.moved, result.skipped) == (1, [])
-    assert b"gradkit.step_(optimizer, model, grads)" in result.source
+    assert b"gradkit.minimize_(optimizer, loss, max_norm=1)" in result.source
     assert_same(source, result.source, device)

@@ -85,7 +85,7 @@ def test_clipping_of_the_list_of_the_optimizer_is_moved(device: torch.device, na
     source = program(*SAME[name])
     result = migrate(source.encode())
     assert (result.moved, result.skipped) == (1, [])
-    assert b"gradkit.step_(opt, opt, grads, max_norm=.25)" in result.source
+    assert b"gradkit.minimize_(opt, loss, max_norm=.25)" in result.source
     (theirs, their_log), (ours, our_log) = execute(source, device), execute(result.source, device)
     assert our_log == their_log
     for theirs_one, ours_one in zip(theirs, ours, strict=True):
