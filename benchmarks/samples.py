@@ -24,11 +24,17 @@ Way: TypeAlias = tuple[str, str, int | None]  # model, gradkit or torch, and the
 
 def rows(plan: Plan) -> Iterator[Row]:
     """Yield a row for each model and peer, and the rows for memory as the chunks shrink."""
-    for name, task in tasks(plan).items():
+    every_task = tasks(plan)
+    for name, task in every_task.items():  # first: the other libraries register hooks
+        for peer in (samplers.VMAP, "ExpandedWeights"):
+            ours = samplers.eager(task)
+            yield _against(plan, f"per_loss_grads, auto, {name}", task, ours, peer)
+    for name, task in every_task.items():
         for peer in samplers.PEERS:
-            yield _against(plan, f"per_sample_grads, {name}", task, peer)
+            ours = samplers.gradkits(task)
+            yield _against(plan, f"per_sample_grads, {name}", task, ours, peer)
     every = _peaks(plan)
-    for name in tasks(plan):
+    for name in every_task:
         yield from _memory(name, every)
 
 
@@ -54,14 +60,14 @@ def _cnns(channels: int, side: int, batch: int, device: torch.device) -> dict[st
     }
 
 
-def _against(plan: Plan, what: str, task: Classifier, name: str) -> Row:
+def _against(plan: Plan, what: str, task: Classifier, ours: Side, name: str) -> Row:
     # To be as fast as the best of them is to be as fast as each.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # both hook libraries make torch warn of their hooks
         side, problem = samplers.peer(name, task)
         if problem:
             return Row(what=what, against=name, note=problem)
-        both = {"gradkit": samplers.gradkits(task)} | side
+        both = {"gradkit": ours} | side
         timings = measure(both, plan.device, plan.effort)
     return timed(what, name, timings, theirs=name, limit=1.05)
 

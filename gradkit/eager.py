@@ -265,14 +265,16 @@ def per_loss_grads(
         unused: As in `value_and_grads`, for each loss.
         create_graph: As in `value_and_grads`.
         retain_graph: As in `value_and_grads`.
-        strategy: `"sequential"`: an engine pass for each element of each loss. `"batched"`: the
-            elements of each loss vmapped through the engine's batched mode, equal to rounding;
-            where that mode is known to be wrong, or fails, passes are sequential, with one
-            `GradkitWarning` that says why: so where a hook computes with its gradient, which would
-            be a batch. `"auto"` picks by device and size. A batched pass leaves a tensor that the
-            user called `retain_grad()` on with an unusable `.grad`. If the graph is to be freed,
-            the last element has a separate pass.
-        chunk_size: The largest number of elements in one batched pass; None is all of them. The
+        strategy: `"sequential"`: an engine pass for each element of each loss. `"batched"`, equal
+            to rounding: where the graph proves that the elements are those of independent samples,
+            one pass of their sum, and a product of each layer's input and cotangent. Else the
+            elements are vmapped through the engine's batched mode; where that is known to be
+            wrong, or fails, passes are sequential, with one `GradkitWarning` that says why: so
+            where a hook computes with its gradient, which would be a batch. `"auto"` is the
+            fastest of these, by device and size. A vmapped pass leaves a tensor that the user
+            called `retain_grad()` on with an unusable `.grad`. If the graph is to be freed, the
+            last element has a separate pass.
+        chunk_size: The largest number of elements in one vmapped pass; None is all of them. The
             passes of `"sequential"` have one each.
 
     Returns:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
 
-from gradkit._autograd.engine import numbered_roots, own_roots, run_grad
 from gradkit._autograd.jacobian_rows import ARRIVED, JacobianRows
+from gradkit._autograd.sample_pass import SamplePass, grads_of, may_run
 from gradkit._autograd.sample_rules import (
     Factors,
     NotProvedError,
@@ -20,11 +18,7 @@ from gradkit._autograd.sample_rules import (
     SharedOperand,
     uses_shared_by_samples,
 )
-from gradkit._checks.checked import is_checked
-from gradkit._compat.autograd import current_pass
-from gradkit._compat.undoing import INSIDE, undo_stack
-from gradkit._core import user_code
-from gradkit._core.leaf_arithmetic import norms_of_rows, without_autocast
+from gradkit._core.leaf_arithmetic import norms_of_rows
 from gradkit.errors import GradkitError
 
 # A sum of T products of norm a_t each has a squared norm S that is computed as the sum of T * T
@@ -49,7 +43,7 @@ def ghost_norms(rows: JacobianRows, index: int) -> Tensor | None:
     """Return the norms for the elements of a loss, and keep the graph; None if not proved right."""
     loss, variables = rows.call.outputs[index], rows.params.variables
     below = rows.call.graph.below([index])
-    if not _may_run(rows, loss):
+    if not may_run(rows.call, loss):
         return None
     try:
         uses = uses_shared_by_samples(loss, below, variables)
@@ -72,12 +66,13 @@ def _squared_norms(
     """Return squared norms of which some digits are right; None if float64 has not enough."""
     variables = rows.params.variables
     if not _products_are_rounded(variables[0].device):
-        squares = _GhostPass(uses, variables, None).run(rows, index)
+        squares = SamplePass(uses, variables, partial(_squares, dtype=None)).run(rows.call, index)
         if not _have_cancelled(rows, rows.call.outputs[index], squares):
             return squares
         if any(variable.dtype == torch.float64 for variable in variables):
             return None
-    return _GhostPass(uses, variables, torch.float64).run(rows, index)
+    squares_of = partial(_squares, dtype=torch.float64)
+    return SamplePass(uses, variables, squares_of).run(rows.call, index)
 
 
 def _products_are_rounded(device: torch.device) -> bool:
@@ -104,91 +99,14 @@ def _total(rows: JacobianRows, loss: Tensor, parts: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def _may_run(rows: JacobianRows, loss: Tensor) -> bool:
-    """Return whether nothing but the operations of the graph changes or reads a cotangent."""
-    # In float16, a gradient that is not finite would get a norm that is.
-    dtypes = {variable.dtype for variable in rows.params.variables}
-    return (
-        rows.call.plain_leaves
-        and dtypes <= {torch.float32, torch.float64}
-        and not loss.retains_grad
-        and not user_code.hooks_registered()
-        and not is_checked()
-    )
-
-
-class _GhostPass:
-    """A pass that makes the squared norms of a variable as soon as its last use is reached."""
-
-    def __init__(
-        self, uses: Sequence[SharedOperand], variables: Sequence[Tensor], dtype: torch.dtype | None
-    ) -> None:
-        # `dtype`: of the products; None is that of their factors.
-        self._variables, self._dtype = variables, dtype
-        self._by_node: dict[Node, list[SharedOperand]] = defaultdict(list)
-        self._left: dict[int, int] = defaultdict(int)  # how many uses of a variable are to come
-        for use in uses:
-            self._by_node[use.node].append(use)
-            self._left[use.variable] += 1
-        self._parts: dict[int, list[PerSampleGrads]] = defaultdict(list)
-        self._squares: dict[int, _SquaredNorms] = {}
-        self._own_passes: set[int] = set()
-
-    def run(self, rows: JacobianRows, index: int) -> dict[int, _SquaredNorms]:
-        """Return the squared norms by the number of the variable, of those that are reached."""
-        below, loss = rows.call.graph.below([index]), rows.call.outputs[index]
-        if not self._by_node:
-            return {}
-        above = below.leading_to((), tuple(self._by_node))
-        # The engine does not execute those that it captures, so that no gradient of a variable is
-        # computed; those that are above others it executes, and their cotangents are then free.
-        captured = [node for node in self._by_node if node not in above]
-        with undo_stack() as stack:
-            for node in self._by_node.keys() & above:
-                arrive = partial(node.register_prehook, partial(self._arrive, node))
-                stack.callback(user_code.remove_hooks, user_code.register_own_hooks(arrive))
-            numbered = stack.enter_context(numbered_roots([loss]))
-            roots = stack.enter_context(own_roots(numbered, self._own_passes.add))
-            edges = [GradientEdge(node, 0) for node in captured]
-            grads = run_grad(rows.call, roots, edges, [None], retain_graph=True)
-            for node in captured:
-                self._add(node, grads.pop(0))
-        for number in list(self._parts):
-            self._finish(number)  # of which a use was not reached
-        return self._squares
-
-    def _arrive(self, node: Node, cotangents: user_code.Cotangents) -> None:
-        if current_pass() in self._own_passes:
-            self._add(node, cotangents[0])
-
-    def _add(self, node: Node, cotangent: Tensor | None) -> None:
-        for use in self._by_node[node]:
-            variable = self._variables[use.variable]
-            self._left[use.variable] -= 1
-            if cotangent is not None:
-                with torch.no_grad(), without_autocast(cotangent.device), INSIDE:
-                    part = use.grads(cotangent, variable.detach())
-                    self._parts[use.variable].append(part)
-                    if not self._left[use.variable]:
-                        self._finish(use.variable)
-
-    def _finish(self, number: int) -> None:
-        parts, variable = self._parts.pop(number), self._variables[number]
-        self._squares[number] = _squares(parts, variable, self._dtype)
-
-
 def _squares(
-    parts: list[PerSampleGrads], variable: Tensor, dtype: torch.dtype | None
+    parts: list[PerSampleGrads], variable: Tensor, *, dtype: torch.dtype | None
 ) -> _SquaredNorms:
     """Return the squared norm of the sum of the parts, for each sample."""
     factors = [part for part in parts if isinstance(part, Factors)]
     if len(factors) == len(parts) and _products_are_less(factors, variable.numel()):
         return _squares_of_products([_cast(part, dtype) for part in factors])
-    dense = (_dense(part, variable) for part in parts)
-    total = next(dense)
-    for part in dense:
-        total = total + part
-    return _SquaredNorms(norms_of_rows(total).square_())
+    return _SquaredNorms(norms_of_rows(grads_of(parts, variable)).square_())
 
 
 def _cast(part: Factors, dtype: torch.dtype | None) -> Factors:
@@ -235,14 +153,3 @@ def _products(left: Tensor, right: Tensor) -> Tensor:
     if left.dim() == 2:
         return _products(right, left).mT
     return left.gather(2, right.unsqueeze(1).expand(-1, left.shape[1], -1))
-
-
-def _dense(part: PerSampleGrads, variable: Tensor) -> Tensor:
-    """Return the gradients of the samples, `[B, *shape]`."""
-    if isinstance(part, Tensor):
-        return part
-    left, right = part
-    if left.dim() == 3:
-        return left.mT @ right
-    zeros = right.new_zeros(len(right), *variable.shape)
-    return zeros.scatter_add_(1, left.unsqueeze(2).expand_as(right), right)

@@ -33,7 +33,7 @@ _UNBATCHABLE = {
 # that a pass makes, and on those of the largest, take 1.001 of the better strategy in the mean, and
 # 1.07 at most: `python -m benchmarks.choosing` derives them. On CUDA nothing was measured: there,
 # the bound is where a pass should take about a millisecond.
-_FEW = 4
+FEW = 4
 _MOST_IN_ALL = 1 << 22
 _LARGEST = {"cpu": 1 << 17, "cuda": 1 << 20}
 
@@ -46,8 +46,6 @@ _NOTHING_TO_BATCH = (
 
 def choose(strategy: str, call: Call) -> set[int]:
     """Return the indices of the losses to batch, and warn if some were to be and cannot."""
-    if strategy == "sequential":
-        return set()
     refuse_pre_hooks(call)
     indices = call.differentiated
     losses = [call.outputs[index] for index in indices]
@@ -94,7 +92,7 @@ def warn_not_batched(reason: str) -> None:
 
 
 def _worth_batching(loss: Tensor, below: Callable[[Tensor], Subgraph]) -> bool:
-    if loss.numel() < _FEW or not loss.requires_grad:
+    if loss.numel() < FEW or not loss.requires_grad:
         return False
     if torch.compiler.is_compiling():
         return True

@@ -24,6 +24,7 @@ from gradkit._autograd.arrival_copies import (
 )
 from gradkit._autograd.engine import own_roots, recording, run_backward, run_batch, run_grad
 from gradkit._autograd.release import plan_release, release
+from gradkit._autograd.sample_pass import Uses, run_samples, uses_by_loss
 from gradkit._checks.checked import is_checked, step_monitor
 from gradkit._checks.circumstances import (
     CREATES_GRAPH,
@@ -373,12 +374,20 @@ def run_separately(
     if any(map(Tensor.dim, losses.leaves)):
         jacobian.refuse_nested(params)
     run = runner(call)
-    batch = jacobian.choose(strategy, call)
+    uses: dict[int, Uses] = {}
+    batch: set[int] = set()
+    if strategy != "sequential":
+        if runner is PassRunner:
+            uses = uses_by_loss(call, jacobian.FEW if strategy == "auto" else 2)
+        if len(uses) < len(passes):
+            batch = jacobian.choose(strategy, call)
     if not batch and not any(map(Tensor.dim, losses.leaves)):
         return PassResult(call, _run_scalars_in_turn(run, retain))
 
     def differentiate(index: int, variables: list[Tensor], retain: bool) -> Grads:
         loss = losses.leaves[index]
+        if index in uses:
+            return run_samples(call, index, uses[index], variables, retain=retain)
         if index not in batch:
             return jacobian.sequential(run, loss, variables, retain=retain)
         return jacobian.batched(run, loss, variables, retain=retain, chunk_size=chunk_size)

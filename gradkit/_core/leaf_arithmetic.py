@@ -6,7 +6,7 @@ Inner products are real, in the leaves' common dtype, float32 at least, and not 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import reduce
 from typing import cast
 
@@ -55,9 +55,10 @@ def common_dtype(*dtypes: torch.dtype) -> torch.dtype:
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Leave autocast, which would compute products in half precision."""
-    if not torch.amp.is_autocast_available(device.type):  # meta
-        return nullcontext()
-    return torch.autocast(device.type, enabled=False)
+    kind = device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return INSIDE  # meta has none
+    return torch.autocast(kind, enabled=False)
 
 
 def uncompressed(tensor: Tensor) -> Tensor:

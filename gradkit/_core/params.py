@@ -25,10 +25,10 @@ from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError,
 
 _requires_grad, _is_leaf, _dtype = map(attrgetter, ("requires_grad", "is_leaf", "dtype"))
 _PARAMETER = {nn.Parameter}  # which is always a leaf
-_SEQUENCES = frozenset({list, tuple})
 Tensors: TypeAlias = list[Tensor]
 Grads: TypeAlias = list[Tensor | None]  # of each variable, None where it is not reached
 CopyAll: TypeAlias = Callable[[list[Any]], Iterable[Any]]
+_MODULE_OR_OPTIMIZER = (nn.Module, Optimizer)
 EXPANDED = (nn.Module, Iterator, ValuesView, Optimizer)  # what stands for its tensors
 DIFFERENTIABLE = "a floating-point or complex tensor"  # what errors say that they expect
 
@@ -145,11 +145,8 @@ def read_params(
             _refuse_distributed(classes, lambda: root)
         are_distinct = True
     else:
-        if isinstance(tree, Optimizer):
-            tree = _params_of_optimizer(tree)
-        kind: Any = type(tree)
-        if kind in _SEQUENCES and set(map(type, tree)) == _PARAMETER:  # as an optimizer has them
-            leaves, spec = [*tree], pytree.spec_of_items(kind, len(tree))
+        if type(tree) is list and set(map(type, tree)) == _PARAMETER:  # as an optimizer has them
+            leaves, spec = [*tree], pytree.spec_of_items(list, len(tree))
         else:
             leaves, spec = expand_params(tree, root, allow_distributed=allow_distributed)
         are_distinct = len(set(map(id, leaves))) == len(leaves)
@@ -289,7 +286,9 @@ def expand_params(
     tree: PyTree, root: str, *, allow_distributed: bool = False
 ) -> tuple[list[Any], Structure]:
     """Flatten a tree in which every module, iterator and optimizer is replaced by its tensors."""
-    if isinstance(tree, nn.Module):
+    if isinstance(tree, _MODULE_OR_OPTIMIZER):
+        if isinstance(tree, Optimizer):
+            return pytree.flatten(_params_of_optimizer(tree))
         params, classes = modules.named_parameters(tree)
         if not allow_distributed:
             _refuse_distributed(classes, lambda: root)

@@ -49,7 +49,9 @@ def proved_and_right(loss: Tensor, params: Any) -> bool:
     with watched() as proved, warnings.catch_warnings():
         warnings.simplefilter("ignore", gradkit.GradkitWarning)  # of the batched pass
         ours = gradkit.per_sample_norms(loss, params, retain_graph=True)
-        total = gradkit.clipped_sum(loss, params, 0.1)
+        total = gradkit.clipped_sum(loss, params, 0.1, retain_graph=True)
+        by_sample = gradkit.per_loss_grads(loss, params, strategy="batched")
+    torch.testing.assert_close(by_sample, per_loss, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(ours, matrix.norm(dim=1), rtol=1e-10, atol=1e-10)
     clipped = (0.1 / (matrix.norm(dim=1) + 1e-6)).clamp(max=1) @ matrix
     torch.testing.assert_close(gradkit.tree.to_matrix([total])[0][0], clipped)
