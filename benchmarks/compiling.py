@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.func import grad, grad_and_value, vmap
 
 import gradkit
-from benchmarks import functions, models, samplers, samples
+from benchmarks import compiled_steps, functions, models, samplers, samples
 from benchmarks.harness import Side, measure
 from benchmarks.models import Classifier, Function
 from benchmarks.plan import Plan
@@ -55,6 +56,7 @@ def rows(plan: Plan) -> Iterator[Row]:
         what = f"{subject.what}, compiled by {_backend(plan)}"
         yield _row(plan, subject, what, "itself, not compiled", (ours, subject.ours))
         yield _row(plan, subject, what, f"{subject.against}, compiled", (ours, theirs))
+    yield from compiled_steps.rows(plan, partial(_compiled, plan))
 
 
 def _backend(plan: Plan) -> str:

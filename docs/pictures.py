@@ -27,6 +27,7 @@ DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 PICTURES = DOCS / "pictures"
 EXAMPLES = (
+    "compiled_digits",
     "eight_losses",
     "fewshot_digits",
     "learn_hyperparams",

@@ -56,8 +56,10 @@ class PerLossRows:
 
     def groups(self) -> list[list[int]] | None:
         """Return the leaves' indices, small ones together; None unless all are dense and alike."""
+        if torch.compiler.is_compiling() or transforms():
+            return None
         leaves = list(chain.from_iterable(self.rows))
-        if transforms() or set(map(type, leaves)) != {Tensor}:
+        if set(map(type, leaves)) != {Tensor}:
             return None
         kinds = [set(map(read, leaves)) for read in (_dtype, _device, _layout)]
         if any(len(kind) > 1 for kind in kinds) or kinds[2] != {torch.strided}:

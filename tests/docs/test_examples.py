@@ -42,6 +42,7 @@ demo = load_example("multitask_digits")
 digits = load_example("per_sample_digits")
 maml = load_example("maml_sinusoid")
 fewshot = load_example("fewshot_digits")
+compiled = load_example("compiled_digits")
 hyperparams = load_example("learn_hyperparams")
 ddp = load_example("multitask_ddp")
 shards = load_example("meta_sharded")
@@ -195,6 +196,29 @@ def test_start_and_batches_are_the_same_every_time(device: torch.device, batch: 
     for one, other in zip(first[1], second[1], strict=True):
         assert torch.equal(one.images, other.images)
         assert torch.equal(one.digits, other.digits)
+
+
+# --- compiled_digits -----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+def test_a_compiled_step_has_the_weights_of_the_loop(
+    device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ["--smoke", "--device", str(device), "--output", str(tmp_path)]
+    assert compiled.main(run) == 0
+    assert (tmp_path / "compiled_digits.png").read_bytes().startswith(b"\x89PNG")
+    assert "no step was compiled again" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+def test_a_compiled_step_with_another_clipping_is_seen(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradkit.tree, "clip_by_global_norm", lambda grads, _: (grads, 0.0))
+    assert compiled.main(["--smoke", "--device", str(device), "--output", str(tmp_path)]) == 1
 
 
 # --- per_sample_digits ---------------------------------------------------------------------------
