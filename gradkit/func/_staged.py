@@ -84,6 +84,9 @@ class _EncodedChunk(NamedTuple):
     below: Subgraph
 
 
+_ENCODED = "encode(params, chunk)"
+
+
 class _EncoderStage:
     """The outputs of a function for a whole batch, and the gradients of each chunk."""
 
@@ -91,17 +94,15 @@ class _EncoderStage:
         self._encode, self._arguments, self._chunks = encode, arguments, chunks
         self.is_differentiable = False  # whether an output depends on the variables
         self.captured: dict[int, Tensor] = {}  # what requires grad, and is no variable, by id
-        self._only_run: _EncodedChunk | None = None  # if there is one chunk: it runs once
-        self._states: list[RerunState] = []
+        self._last: list[_EncodedChunk] = []  # that of the last chunk, which runs once
+        self._states: list[RerunState] = []  # those of the chunks before it
         self._row_counts: list[list[int]] = []  # of each output, by chunk
 
     def outputs(self) -> PyTree:
-        """Return the outputs for all chunks; several leave no graph."""
-        if len(self._chunks) == 1:
-            self._only_run = self._run(self._chunks[0])
-            return self._only_run.values
+        """Return the outputs for all chunks; but for the last, they leave no graph."""
+        *others, last = self._chunks
         outputs = []
-        for chunk in self._chunks:
+        for chunk in others:
             state = RerunState([*self._arguments.variables, *pytree.tensors(chunk)])
             with state.first_run():
                 run = self._run(chunk)
@@ -109,17 +110,21 @@ class _EncoderStage:
             self._states.append(state)
             outputs.append(run.values)
             del run  # and with it the graph, before the next one is made
-        values, self._row_counts = _joined(outputs, "encode(params, chunk)")
+        self._last = [self._run(last)]
+        if not others:
+            return self._last[0].values
+        values, self._row_counts = _joined([*outputs, self._last[0].values], _ENCODED)
         return values
 
     def grads(self, cotangents: PyTree) -> Iterator[Grads]:
-        """Yield the gradients of each chunk, one for each variable."""
-        if self._only_run is not None:
-            yield self._pass(self._only_run, pytree.flatten(cotangents)[0])
-            return
-        pairs = zip(pytree.flatten(cotangents)[0], self._row_counts, strict=True)
-        seeds = zip(*(torch.split(leaf, rows) for leaf, rows in pairs), strict=True)
-        for chunk, state, part in zip(self._chunks, self._states, seeds, strict=True):
+        """Yield the gradients of each chunk, one for each variable; the last comes first."""
+        leaves = pytree.flatten(cotangents)[0]
+        seeds: list[Sequence[Tensor]] = [leaves]
+        if self._states:
+            parts = map(torch.split, leaves, self._row_counts)
+            seeds = list(zip(*parts, strict=True))
+        yield self._pass(self._last.pop(), seeds.pop())
+        for chunk, state, part in zip(self._chunks, self._states, seeds, strict=False):
             with state.second_run() as second:
                 run = self._run(chunk)
                 second.compare(run.outputs, "encode")
@@ -177,11 +182,11 @@ def staged_value_and_grads(
     """Return a function that differentiates a loss of a whole batch, at the memory of a chunk.
 
     For losses that couple the batch, such as contrastive ones, and for outputs too wide to exist
-    at once, such as logits. The chunks are encoded without a graph, the loss is differentiated with
-    respect to their outputs, and each chunk is encoded again for its part of the gradient: that of
-    `loss(encode(params, batch))`, up to rounding, if `encode` treats chunks independently. The
-    second run draws the same random numbers, and buffers are as after one; if the call raises, as
-    before it.
+    at once, such as logits. The chunks are encoded, the loss is differentiated with respect to
+    their outputs, and each chunk but the last, whose graph is kept, is encoded again for its part
+    of the gradient: that of `loss(encode(params, batch))`, up to rounding, if `encode` treats
+    chunks independently. The second run draws the same random numbers, and buffers are as after
+    one; if the call raises, as before it.
 
     Example:
         >>> import torch, gradkit
@@ -245,7 +250,7 @@ def staged_value_and_grads(
         stages = [_EncoderStage(encoder, arguments, one) for encoder, one in pairs]
         outputs = pytree.unflatten(towers, [stage.outputs() for stage in stages])
         if loss_stage.arguments == 1 and not any(stage.is_differentiable for stage in stages):
-            raise independent("encode(params, chunk)")
+            raise independent(_ENCODED)
         captured: Tensors = []
         given = outputs, arguments.args[0], batch
         values, aux, cotangents, of_loss = loss_stage.run(*given, captured)

@@ -418,9 +418,11 @@ def _sum_in_groups(
     """Return the same sums, added in the same order, several leaves at a time."""
     sums: list[Leaf] = [None] * len(rows.rows[0])
     for group in groups:
-        first, *others = map(_times, rows.of_group(group), weights)
-        total = first.clone() if weights[0] is None else first
-        for vector in others:
+        scaled = map(_times, rows.of_group(group), weights)  # one at a time
+        total = next(scaled)
+        if weights[0] is None:
+            total = total.clone()
+        for vector in scaled:
             total += vector
         if len(group) == 1:
             sums[group[0]] = total
