@@ -213,11 +213,11 @@ class OpMonitor(TorchFunctionMode):
         if bug.wrong_now(call.differentiated_by_eager_code()):
             self._wrong_outside.append(name)
 
-    def note_graph(self, losses: Sequence[Tensor]) -> None:
-        """Note the operations in the graph of some losses as if they had been called here."""
-        if torch.compiler.is_compiling():  # which shows no graph
+    def note_graph(self, below: Subgraph) -> None:
+        """Note the operations in a graph as if they had been called here."""
+        if CALLS_OF_NODES.keys().isdisjoint(kind.__name__ for kind in below.kinds):
             return
-        for node in Subgraph(losses).nodes:
+        for node in below.nodes:
             name, names = CALLS_OF_NODES.get(type(node).__name__, ("", {}))
             if not name:
                 continue
@@ -242,16 +242,18 @@ class OpMonitor(TorchFunctionMode):
         if differentiated_around(stack, BATCH) and self._wrong_derivative:
             _refuse(self._wrong_derivative[0])
 
-    def check_derivative(self, losses: Sequence[Tensor]) -> None:
-        """Raise if a derivative that eager code takes of the losses' gradient would be wrong."""
-        self.note_graph(losses)
+    def check_derivative(self, below: Subgraph | None = None) -> None:
+        """Raise if a derivative that eager code takes of a gradient would be wrong."""
+        if below is not None:
+            self.note_graph(below)
         wrong = [*self._wrong_outside, *(self._wrong_derivative if BATCH in transforms() else ())]
         if wrong:
             _refuse(wrong[0])
 
     def why_not_batched(self, loss: Tensor) -> str | None:
         """Return why a vmapped backward pass from a loss would be wrong, or None if it is right."""
-        self.note_graph([loss])
+        if not torch.compiler.is_compiling():  # which shows no graph
+            self.note_graph(Subgraph([loss]))
         wrong = list(self._wrong_batched)
         if not DERIVATIVES.isdisjoint(self._outer):
             wrong += self._wrong_derivative

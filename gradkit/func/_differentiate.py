@@ -127,7 +127,7 @@ class LevelPasses:
             may_differentiate=self.in_transform,
         )
         if keep and is_eager and not active_monitors():  # one around a call sees all that is in it
-            self.allows(lambda: self.monitor.check_derivative(below.roots))
+            self.allows(lambda: self.monitor.check_derivative(below))
         return keep
 
     def allows(self, check: Callable[[], None], *, may_differentiate: bool = False) -> bool:
@@ -195,7 +195,7 @@ def differentiate(
         if not any(map(passes.depends, losses.leaves)):
             raise independent(losses.first_paths())
         if monitor.is_nested and level is not None:
-            monitor.note_graph(list(filter(passes.depends, losses.leaves)))
+            monitor.note_graph(Subgraph(list(filter(passes.depends, losses.leaves))))
         monitor.check()
         grads = run(losses, passes)
         if all(grad is None for part in grads for grad in part):

@@ -146,7 +146,7 @@ def jvp(
     products = levels.cast_to([value.dtype for value in values], tangents_out)
     if not torch.compiler.is_compiling() and any(map(carries_graph, values)):
         passes = run.passes(None, None)
-        if not passes.allows(lambda: run.monitor.check_derivative(())):
+        if not passes.allows(lambda: run.monitor.check_derivative()):
             products = with_refused_derivatives(products, values, passes.refused or "")
     trees = [pytree.unflatten(run.outputs.spec, tensors) for tensors in (values, products)]
     return (*trees, run.put_aux_back(aux)) if has_aux else tuple(trees)

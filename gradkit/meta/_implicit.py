@@ -307,7 +307,7 @@ def _hessian_product(slope: Tensors, at: Tensors, u: Tensors) -> Sequence[Tensor
     if not (keep or transforms()):
         return run()
     below, monitor = Subgraph(slope), OpMonitor()
-    monitor.note_graph(slope)
+    monitor.note_graph(below)
     monitor.check()
     if keep:
         refuse_wrong_derivative(lambda: "matvec(u)", at, below, by_formula=True)

@@ -35,10 +35,8 @@ def call_of(
 @contextmanager
 def new_process() -> Iterator[None]:
     """Let the process look as if other tests had left nothing alive."""
-    none = user_code.FunctionsAlive(refused=False, users=False)
     with (
         patch.object(user_code._own_hooks, "count", RemovableHandle.next_id),
-        patch("gradkit._core.call.functions_alive", lambda: none),
         patch.object(c, "recomputed_tensor_sources", {}),
     ):
         yield
@@ -46,6 +44,7 @@ def new_process() -> Iterator[None]:
 
 def bits_of(call: Call) -> int:
     """Return what is around a call, but for what other tests of the process may have left."""
+    call.functions = user_code.NONE_ALIVE
     return c.around(call) & ~(c.SHARDED | c.CHECKPOINTS | c.OBSERVED | c.WATCHED | c.CHECKED)
 
 
