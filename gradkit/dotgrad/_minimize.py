@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, overload
+from typing import Any, TypeAlias, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -24,36 +24,29 @@ from gradkit.dotgrad._kernels import step_by_kernels
 from gradkit.dotgrad._step import check_arguments, take_steps
 
 
+class _Options(TypedDict, total=False):
+    weights: PyTree
+    scaler: GradScaler | None
+
+
+_Optimizers: TypeAlias = Optimizer | Sequence[Optimizer]
+
+
 @overload
 def minimize_(
-    optimizer: Optimizer | Sequence[Optimizer],
-    losses: Tensor,
-    *,
-    weights: PyTree = ...,
-    scaler: GradScaler | None = ...,
-    max_norm: None = ...,
+    optimizer: _Optimizers, losses: Tensor, *, max_norm: None = ..., **options: Unpack[_Options]
 ) -> Tensor: ...
 @overload
 def minimize_(
-    optimizer: Optimizer | Sequence[Optimizer],
-    losses: PyTree,
-    *,
-    weights: PyTree = ...,
-    scaler: GradScaler | None = ...,
-    max_norm: None = ...,
+    optimizer: _Optimizers, losses: PyTree, *, max_norm: None = ..., **options: Unpack[_Options]
 ) -> PyTree: ...
 @overload
 def minimize_(
-    optimizer: Optimizer | Sequence[Optimizer],
-    losses: PyTree,
-    *,
-    weights: PyTree = ...,
-    scaler: GradScaler | None = ...,
-    max_norm: float | Tensor,
+    optimizer: _Optimizers, losses: PyTree, *, max_norm: float | Tensor, **options: Unpack[_Options]
 ) -> tuple[PyTree, Tensor]: ...
 @disable_compile
 def minimize_(
-    optimizer: Optimizer | Sequence[Optimizer],
+    optimizer: _Optimizers,
     losses: PyTree,
     *,
     weights: PyTree = None,

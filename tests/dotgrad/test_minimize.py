@@ -36,7 +36,7 @@ OPTIONS: dict[Any, dict[str, list[Any]]] = {
     optim.RAdam: {"decoupled_weight_decay": [False, True], "weight_decay": [0.0, 0.1]},
 }  # fmt: skip
 SHAPES = [(), (1,), (3,), (4, 4), (2, 3, 2), (0,), (17,), (64, 33)]
-STEPS = 8
+STEPS = 20
 
 
 def choose(kind: Any, random: Random) -> dict[str, Any]:
@@ -163,6 +163,8 @@ def two_calls(task: Task, loss: Tensor) -> None:
     gradkit.step_(task.optimizer, task.optimizer, grads)
 
 
+@pytest.mark.filterwarnings("ignore:Seems like `optimizer.step:UserWarning")
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler:UserWarning")
 @pytest.mark.parametrize("kind", OPTIONS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize(
     "seeds", [range(4), pytest.param(range(4, 96), marks=pytest.mark.slow)], ids=["few", "many"]

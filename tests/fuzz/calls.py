@@ -244,6 +244,11 @@ def with_step(optimizer: Optimizer, losses: list[Tensor], params: list[Tensor]) 
     assert all(param.grad is None for param in params)
 
 
+def with_minimize(optimizer: Optimizer, losses: list[Tensor], params: list[Tensor]) -> None:
+    gradkit.minimize_(optimizer, losses)
+    assert all(param.grad is None for param in params)
+
+
 def with_captured(optimizer: Optimizer, losses: list[Tensor], params: list[Tensor]) -> None:
     with gradkit.capture_grads(params) as captured:
         torch.autograd.backward(losses)
@@ -265,4 +270,4 @@ def with_backward(optimizer: Optimizer, losses: list[Tensor], params: list[Tenso
     optimizer.step()
 
 
-STEPS = (with_step, with_captured, with_written, with_added, with_backward)
+STEPS = (with_step, with_minimize, with_captured, with_written, with_added, with_backward)
