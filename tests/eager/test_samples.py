@@ -114,7 +114,8 @@ def twice(grad: Tensor) -> Tensor:
 
 @pytest.mark.filterwarnings("ignore::gradkit.GradkitWarning")
 @pytest.mark.parametrize(
-    "case", ["few", "mixed", "graph", "sparse", "half", "hook", "retained", "checked", "observed"]
+    "case",
+    ["few", "mixed", "graph", "sparse", "half", "hook", "retained", "checked", "observed", "dtype"],
 )
 def test_what_is_not_proved_or_is_watched_takes_the_usual_passes(
     device: torch.device, in_one_pass: list[int], monkeypatch: pytest.MonkeyPatch, case: str
@@ -137,6 +138,8 @@ def test_what_is_not_proved_or_is_watched_takes_the_usual_passes(
         hidden = loss.sqrt()
         hidden.register_hook(twice)
         loss = hidden.square()
+    if case == "dtype":
+        model[4].bias.grad_dtype = torch.float32
     if case == "retained":
         loss.retain_grad()
     if case == "graph":
