@@ -101,15 +101,16 @@ class SamplePass(Generic[Of]):
 
     def run(self, call: Call, index: int, *, retain: bool = True) -> dict[int, Of]:
         """Return what was made, by the number of the variable, of those that are reached."""
-        below, loss = call.graph.below([index]), call.outputs[index]
         if not self._by_node:
             return {}
-        above = below.leading_to((), tuple(self._by_node))
+        loss = call.outputs[index]
         # The engine does not execute those that it captures, so that no gradient of a variable is
         # computed; those that are above others it executes, and their cotangents are then free.
-        captured = [node for node in self._by_node if node not in above]
-        with undo_stack() as stack:
-            for node in self._by_node.keys() & above:
+        captured = [node for node, (use, *_) in self._by_node.items() if use.is_last]
+        with undo_stack() as stack, torch.no_grad(), INSIDE:  # the engine's threads get these, too
+            for device in {variable.device for variable in self._variables}:
+                stack.enter_context(without_autocast(device))
+            for node in self._by_node.keys() - captured:
                 arrive = partial(node.register_prehook, partial(self._arrive, node))
                 stack.callback(user_code.remove_hooks, user_code.register_own_hooks(arrive))
             numbered = stack.enter_context(numbered_roots([loss]))
@@ -118,8 +119,8 @@ class SamplePass(Generic[Of]):
             grads = run_grad(call, roots, edges, [None], retain_graph=retain)
             for node in captured:
                 self._add(node, grads.pop(0))
-        for number in list(self._parts):
-            self._finish(number)  # of which a use was not reached
+            for number in list(self._parts):
+                self._finish(number)  # of which a use was not reached
         if not retain:
             release(captured)
         return self._finished
@@ -130,14 +131,12 @@ class SamplePass(Generic[Of]):
 
     def _add(self, node: Node, cotangent: Tensor | None) -> None:
         for use in self._by_node[node]:
-            variable = self._variables[use.variable]
-            self._left[use.variable] -= 1
+            number = use.variable
+            self._left[number] -= 1
             if cotangent is not None:
-                with torch.no_grad(), without_autocast(cotangent.device), INSIDE:
-                    part = use.grads(cotangent, variable.detach())
-                    self._parts[use.variable].append(part)
-                    if not self._left[use.variable]:
-                        self._finish(use.variable)
+                self._parts[number].append(use.grads(cotangent, self._variables[number]))
+                if not self._left[number]:
+                    self._finish(number)
 
     def _finish(self, number: int) -> None:
         parts, variable = self._parts.pop(number), self._variables[number]

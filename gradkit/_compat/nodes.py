@@ -103,7 +103,8 @@ def _saved_names(kind: Any) -> tuple[str, ...]:
 
 def hooked_tensors(node: Node) -> list[Any]:
     """Return what a node has saved that is in the hands of hooks of saved tensors, packed."""
-    return [one for _, one in packed_tensors(node) if one.unpack_hook is not None]
+    every = (one for name in saved_names(type(node)) for one in _raw(node, name))
+    return [one for one in every if one.unpack_hook is not None]
 
 
 def packed_tensors(node: Node) -> list[tuple[str, Any]]:
