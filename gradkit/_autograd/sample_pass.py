@@ -110,9 +110,11 @@ class SamplePass(Generic[Of]):
         with undo_stack() as stack, torch.no_grad(), INSIDE:  # the engine's threads get these, too
             for device in {variable.device for variable in self._variables}:
                 stack.enter_context(without_autocast(device))
-            for node in self._by_node.keys() - captured:
-                arrive = partial(node.register_prehook, partial(self._arrive, node))
-                stack.callback(user_code.remove_hooks, user_code.register_own_hooks(arrive))
+            hooks = [
+                partial(node.register_prehook, partial(self._arrive, node))
+                for node in self._by_node.keys() - captured
+            ]
+            stack.callback(user_code.remove_hooks, user_code.register_own_hooks(*hooks))
             numbered = stack.enter_context(numbered_roots([loss]))
             roots = stack.enter_context(own_roots(numbered, self._own_passes.add))
             edges = [GradientEdge(node, 0) for node in captured]

@@ -7,7 +7,6 @@ loss is computed from one sample alone; where all share a variable, one for thei
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple, TypeAlias
 
@@ -33,8 +32,7 @@ class NotProvedError(Exception):
     """A sample may depend on another."""
 
 
-@dataclass(frozen=True, slots=True)
-class BatchDim:
+class BatchDim(NamedTuple):
     """Where the samples lie in a tensor: an element is of sample `index // block % size`."""
 
     shape: Shape  # of the tensor
@@ -224,8 +222,7 @@ _BATCH_DIM_RULES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class SharedOperand:
+class SharedOperand(NamedTuple):
     """An operation in which all samples share a variable."""
 
     node: Node
