@@ -316,7 +316,7 @@ Terms: TypeAlias = Callable[[Node, Tensor], Tensor]
 
 def _by_sample(tensor: Tensor, batch: BatchDim) -> Tensor:
     """Return a tensor of the output's shape up to the samples' dimension as `[B, T, ...]`."""
-    if batch.dim == 0 and len(tensor) == batch.size:  # one position each
+    if batch.dim == 0 and tensor.shape[0] == batch.size:  # one position each
         return tensor.unsqueeze(1)
     rows = tensor.movedim(batch.dim, 0)
     blocks = rows.reshape(-1, batch.size, batch.block, *rows.shape[1:])
@@ -366,9 +366,9 @@ def _summed(terms: Terms, *, by_channel: bool = False) -> GradRule:
 
     def rule(use: SharedOperand, cotangent: Tensor, variable: Tensor) -> PerSampleGrads:
         rank = cotangent.dim()
-        shape = (len(variable), *([1] * (rank - 2))) if by_channel else tuple(variable.shape)
+        shape = (variable.shape[0], *([1] * (rank - 2))) if by_channel else tuple(variable.shape)
         batch = use.batch
-        if batch.dim == 0 and len(cotangent) == batch.size and shape == cotangent.shape[1:]:
+        if batch.dim == 0 and cotangent.shape[0] == batch.size and shape == cotangent.shape[1:]:
             return terms(use.node, cotangent)  # an element of the variable for each of a sample
         before, after = cotangent.shape[: batch.dim], cotangent.shape[batch.dim + 1 :]
         each = terms(use.node, cotangent).reshape(*before, -1, batch.size, batch.block, *after)
