@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from gradkit._autograd.engine import numbered_roots, own_roots, run_grad
+from gradkit._autograd.engine import numbered_roots, run_grad
 from gradkit._autograd.release import release
 from gradkit._autograd.sample_rules import (
     NotProvedError,
@@ -24,7 +24,7 @@ from gradkit._autograd.sample_rules import (
     uses_shared_by_samples,
 )
 from gradkit._checks.checked import is_checked
-from gradkit._compat.autograd import current_pass
+from gradkit._compat.autograd import calling_thread, current_pass
 from gradkit._compat.nodes import any_sparse_gradients
 from gradkit._compat.undoing import INSIDE, undo_stack
 from gradkit._core import user_code
@@ -47,6 +47,7 @@ def may_run(call: Call, loss: Tensor) -> bool:
         and not loss.retains_grad
         and not user_code.hooks_registered()
         and not is_checked()
+        and current_pass() == -1  # one around, of the same thread, might meet the same nodes
     )
 
 
@@ -57,11 +58,13 @@ def uses_by_loss(call: Call, least: int) -> dict[int, Uses]:
         return every
     for (index,), params in call.passes:
         loss, below = call.outputs[index], call.graph.below([index])
-        if loss.numel() >= least and may_run(call, loss) and not any_sparse_gradients(below.nodes):
+        if loss.numel() >= least and may_run(call, loss):
             try:
-                every[index] = uses_shared_by_samples(loss, below, params.variables)
+                uses = uses_shared_by_samples(loss, below, params.variables)
             except NotProvedError:
                 continue
+            if not any_sparse_gradients(use.node for use in uses):
+                every[index] = uses
     return every
 
 
@@ -97,7 +100,7 @@ class SamplePass(Generic[Of]):
             self._left[use.variable] += 1
         self._parts: dict[int, list[PerSampleGrads]] = defaultdict(list)
         self._finished: dict[int, Of] = {}
-        self._own_passes: set[int] = set()
+        self._thread = calling_thread()
 
     def run(self, call: Call, index: int, *, retain: bool = True) -> dict[int, Of]:
         """Return what was made, by the number of the variable, of those that are reached."""
@@ -115,8 +118,7 @@ class SamplePass(Generic[Of]):
                 for node in self._by_node.keys() - captured
             ]
             stack.callback(user_code.remove_hooks, user_code.register_own_hooks(*hooks))
-            numbered = stack.enter_context(numbered_roots([loss]))
-            roots = stack.enter_context(own_roots(numbered, self._own_passes.add))
+            roots = stack.enter_context(numbered_roots([loss]))
             edges = [GradientEdge(node, 0) for node in captured]
             grads = run_grad(call, roots, edges, [None], retain_graph=retain)
             for node in captured:
@@ -128,7 +130,7 @@ class SamplePass(Generic[Of]):
         return self._finished
 
     def _arrive(self, node: Node, cotangents: user_code.Cotangents) -> None:
-        if current_pass() in self._own_passes:
+        if calling_thread() == self._thread:  # else the pass is of another
             self._add(node, cotangents[0])
 
     def _add(self, node: Node, cotangent: Tensor | None) -> None:
