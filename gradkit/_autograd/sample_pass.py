@@ -31,8 +31,9 @@ from gradkit._core import user_code
 from gradkit._core.call import Call, Grads
 from gradkit._core.grad_recorder import any_observers
 from gradkit._core.leaf_arithmetic import without_autocast
-from gradkit._core.ownership import own
+from gradkit._core.ownership import grad_dtype, own
 
+_DTYPES = {(torch.float32, torch.float32), (torch.float64, torch.float64)}  # and of the gradient
 Uses: TypeAlias = Sequence[SharedOperand]
 Of = TypeVar("Of")
 
@@ -40,10 +41,10 @@ Of = TypeVar("Of")
 def may_run(call: Call, loss: Tensor) -> bool:
     """Return whether nothing but the operations of the graph changes or reads a cotangent."""
     # In float16, a gradient that is not finite would get a norm that is.
-    dtypes = {variable.dtype for params in call.params for variable in params.variables}
+    dtypes = {(x.dtype, grad_dtype(x)) for params in call.params for x in params.variables}
     return (
         call.plain_leaves
-        and dtypes <= {torch.float32, torch.float64}
+        and dtypes <= _DTYPES
         and not loss.retains_grad
         and not user_code.hooks_registered()
         and not is_checked()

@@ -19,7 +19,7 @@ from gradkit._compat.nodes import (
     Shape,
     hooked_tensors,
     names_of_nodes,
-    output_dtype,
+    output_kind,
     output_shape,
     saved,
     saved_ints,
@@ -291,7 +291,7 @@ def _use(
     name = type(child).__name__
     transposed = name == "TBackward0" or (name in _TRANSPOSITIONS and _permutation(child) == [1, 0])
     leaf = child.next_functions[0][0] if transposed else child
-    if leaf is None or not is_leaf_node(leaf) or output_dtype(*output) != output_dtype(leaf, 0):
+    if leaf is None or not is_leaf_node(leaf) or output_kind(*output) != output_kind(leaf, 0):
         raise NotProvedError
     rule = _GRAD_RULES.get((type(output[0]).__name__, operand, transposed))
     if rule is None:
@@ -357,6 +357,8 @@ def _kernel_grads(use: SharedOperand, cotangent: Tensor, weight: Tensor) -> PerS
         return result
 
     inputs = _by_sample(saved(use.node, "input"), use.batch)
+    if inputs.is_contiguous():  # kernels of the CPU refuse other strides of dimensions of size 1
+        inputs = inputs.flatten().view(inputs.shape)
     result: Tensor = vmap(one)(_by_sample(cotangent, use.batch), inputs)
     return result
 
@@ -369,7 +371,8 @@ def _summed(terms: Terms, *, by_channel: bool = False) -> GradRule:
         shape = (variable.shape[0], *([1] * (rank - 2))) if by_channel else tuple(variable.shape)
         batch = use.batch
         if batch.dim == 0 and cotangent.shape[0] == batch.size and shape == cotangent.shape[1:]:
-            return terms(use.node, cotangent)  # an element of the variable for each of a sample
+            # An element of the variable for each of a sample.
+            return terms(use.node, cotangent).reshape(batch.size, *variable.shape)
         before, after = cotangent.shape[: batch.dim], cotangent.shape[batch.dim + 1 :]
         each = terms(use.node, cotangent).reshape(*before, -1, batch.size, batch.block, *after)
         each = each.movedim(batch.dim + 1, 0)  # two dimensions are left there, of one sample

@@ -26,9 +26,10 @@ def output_shape(node: Node, number: int) -> Shape:
     return tuple(cast("Any", node)._input_metadata[number].shape)
 
 
-def output_dtype(node: Node, number: int) -> torch.dtype:
-    """Return the dtype of an output of a node's operation. Run on torch 2.13."""
-    return cast("torch.dtype", cast("Any", node)._input_metadata[number].dtype)
+def output_kind(node: Node, number: int) -> tuple[torch.dtype, torch.device]:
+    """Return the dtype and device of an output of a node's operation. Run on torch 2.13."""
+    metadata = cast("Any", node)._input_metadata[number]
+    return metadata.dtype, metadata.device
 
 
 def node_type(name: str) -> type:
