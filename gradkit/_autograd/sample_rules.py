@@ -256,10 +256,10 @@ def uses_shared_by_samples(
         inputs = inputs_of(output[0], batches[output])
         shared: list[tuple[int, Node]] = []
         is_last = True
-        for operand, child in enumerate(output[0].next_functions):
-            node, batch = child[0], inputs[operand]
+        for operand, (node, number) in enumerate(output[0].next_functions):
             if node is None or not (node in leading or _number(node, numbers) >= 0):
                 continue
+            child, batch = (node, number), inputs[operand]
             if batch is None:
                 shared.append((operand, node))
                 continue
@@ -371,8 +371,8 @@ def _summed(terms: Terms, *, by_channel: bool = False) -> GradRule:
         shape = (variable.shape[0], *([1] * (rank - 2))) if by_channel else tuple(variable.shape)
         batch = use.batch
         if batch.dim == 0 and cotangent.shape[0] == batch.size and shape == cotangent.shape[1:]:
-            # An element of the variable for each of a sample.
-            return terms(use.node, cotangent).reshape(batch.size, *variable.shape)
+            each = terms(use.node, cotangent)  # of a sample, one for each element of the variable
+            return each.flatten(1) if by_channel else each
         before, after = cotangent.shape[: batch.dim], cotangent.shape[batch.dim + 1 :]
         each = terms(use.node, cotangent).reshape(*before, -1, batch.size, batch.block, *after)
         each = each.movedim(batch.dim + 1, 0)  # two dimensions are left there, of one sample
