@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from gradkit._autograd.engine import numbered_roots, own_roots, run_grad
+from gradkit._autograd.engine import numbered_roots, run_grad
 from gradkit._autograd.release import release
 from gradkit._autograd.sample_rules import (
     NotProvedError,
@@ -24,7 +24,7 @@ from gradkit._autograd.sample_rules import (
     uses_shared_by_samples,
 )
 from gradkit._checks.checked import is_checked
-from gradkit._compat.autograd import current_pass
+from gradkit._compat.autograd import calling_thread, current_pass
 from gradkit._compat.nodes import any_sparse_gradients
 from gradkit._compat.undoing import INSIDE, undo_stack
 from gradkit._core import user_code
@@ -33,24 +33,22 @@ from gradkit._core.grad_recorder import any_observers
 from gradkit._core.leaf_arithmetic import without_autocast
 from gradkit._core.ownership import grad_dtype, own
 
+_DTYPES = {(torch.float32, torch.float32), (torch.float64, torch.float64)}  # and of the gradient
 Uses: TypeAlias = Sequence[SharedOperand]
-Of = TypeVar("Of")
+Result = TypeVar("Result")
 
 
 def may_run(call: Call, loss: Tensor) -> bool:
     """Return whether nothing but the operations of the graph changes or reads a cotangent."""
     # In float16, a gradient that is not finite would get a norm that is.
+    dtypes = {(x.dtype, grad_dtype(x)) for params in call.params for x in params.variables}
     return (
         call.plain_leaves
-        and all(
-            variable.dtype in (torch.float32, torch.float64)
-            and grad_dtype(variable) == variable.dtype
-            for params in call.params
-            for variable in params.variables
-        )
+        and dtypes <= _DTYPES
         and not loss.retains_grad
         and not user_code.hooks_registered()
         and not is_checked()
+        and current_pass() == -1  # one around, of the same thread, might meet the same nodes
     )
 
 
@@ -61,11 +59,13 @@ def uses_by_loss(call: Call, least: int) -> dict[int, Uses]:
         return every
     for (index,), params in call.passes:
         loss, below = call.outputs[index], call.graph.below([index])
-        if loss.numel() >= least and may_run(call, loss) and not any_sparse_gradients(below.nodes):
+        if loss.numel() >= least and may_run(call, loss):
             try:
-                every[index] = uses_shared_by_samples(loss, below, params.variables)
+                uses = uses_shared_by_samples(loss, below, params.variables)
             except NotProvedError:
                 continue
+            if not any_sparse_gradients(use.node for use in uses):
+                every[index] = uses
     return every
 
 
@@ -83,14 +83,14 @@ def run_samples(
     return [by_number.get(number) for number in range(len(variables))]
 
 
-class SamplePass(Generic[Of]):
+class SamplePass(Generic[Result]):
     """A pass that makes something of the gradients of a variable once its last use is reached."""
 
     def __init__(
         self,
         uses: Uses,
         variables: Sequence[Tensor],
-        finish: Callable[[list[PerSampleGrads], Tensor], Of],
+        finish: Callable[[list[PerSampleGrads], Tensor], Result],
     ) -> None:
         # `finish` gets the parts of which the gradients of a variable are the sum.
         self._variables, self._finish_parts = variables, finish
@@ -100,48 +100,48 @@ class SamplePass(Generic[Of]):
             self._by_node[use.node].append(use)
             self._left[use.variable] += 1
         self._parts: dict[int, list[PerSampleGrads]] = defaultdict(list)
-        self._finished: dict[int, Of] = {}
-        self._own_passes: set[int] = set()
+        self._finished: dict[int, Result] = {}
+        self._thread = calling_thread()
 
-    def run(self, call: Call, index: int, *, retain: bool = True) -> dict[int, Of]:
+    def run(self, call: Call, index: int, *, retain: bool = True) -> dict[int, Result]:
         """Return what was made, by the number of the variable, of those that are reached."""
-        below, loss = call.graph.below([index]), call.outputs[index]
         if not self._by_node:
             return {}
-        above = below.leading_to((), tuple(self._by_node))
+        loss = call.outputs[index]
         # The engine does not execute those that it captures, so that no gradient of a variable is
         # computed; those that are above others it executes, and their cotangents are then free.
-        captured = [node for node in self._by_node if node not in above]
-        with undo_stack() as stack:
-            for node in self._by_node.keys() & above:
-                arrive = partial(node.register_prehook, partial(self._arrive, node))
-                stack.callback(user_code.remove_hooks, user_code.register_own_hooks(arrive))
-            numbered = stack.enter_context(numbered_roots([loss]))
-            roots = stack.enter_context(own_roots(numbered, self._own_passes.add))
+        captured = [node for node, (use, *_) in self._by_node.items() if use.is_last]
+        with undo_stack() as stack, torch.no_grad(), INSIDE:  # the engine's threads get these, too
+            for device in {variable.device for variable in self._variables}:
+                stack.enter_context(without_autocast(device))
+            hooks = [
+                partial(node.register_prehook, partial(self._arrive, node))
+                for node in self._by_node.keys() - captured
+            ]
+            stack.callback(user_code.remove_hooks, user_code.register_own_hooks(*hooks))
+            roots = stack.enter_context(numbered_roots([loss]))
             edges = [GradientEdge(node, 0) for node in captured]
             grads = run_grad(call, roots, edges, [None], retain_graph=retain)
             for node in captured:
                 self._add(node, grads.pop(0))
-        for number in list(self._parts):
-            self._finish(number)  # of which a use was not reached
+            for number in list(self._parts):
+                self._finish(number)  # of which a use was not reached
         if not retain:
             release(captured)
         return self._finished
 
     def _arrive(self, node: Node, cotangents: user_code.Cotangents) -> None:
-        if current_pass() in self._own_passes:
+        if calling_thread() == self._thread:  # else the pass is of another
             self._add(node, cotangents[0])
 
     def _add(self, node: Node, cotangent: Tensor | None) -> None:
         for use in self._by_node[node]:
-            variable = self._variables[use.variable]
-            self._left[use.variable] -= 1
+            number = use.variable
+            self._left[number] -= 1
             if cotangent is not None:
-                with torch.no_grad(), without_autocast(cotangent.device), INSIDE:
-                    part = use.grads(cotangent, variable.detach())
-                    self._parts[use.variable].append(part)
-                    if not self._left[use.variable]:
-                        self._finish(use.variable)
+                self._parts[number].append(use.rule(use, cotangent, self._variables[number]))
+                if not self._left[number]:
+                    self._finish(number)
 
     def _finish(self, number: int) -> None:
         parts, variable = self._parts.pop(number), self._variables[number]

@@ -7,7 +7,6 @@ loss is computed from one sample alone; where all share a variable, one for thei
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple, TypeAlias
 
@@ -20,21 +19,20 @@ from gradkit._compat.nodes import (
     Shape,
     hooked_tensors,
     names_of_nodes,
-    output_dtype,
+    output_kind,
     output_shape,
     saved,
     saved_ints,
     saved_or,
 )
-from gradkit._core.graph import Subgraph, edge, is_leaf_node, leaf_tensors
+from gradkit._core.graph import Subgraph, edge, is_leaf_node, leaf_of
 
 
 class NotProvedError(Exception):
     """A sample may depend on another."""
 
 
-@dataclass(frozen=True, slots=True)
-class BatchDim:
+class BatchDim(NamedTuple):
     """Where the samples lie in a tensor: an element is of sample `index // block % size`."""
 
     shape: Shape  # of the tensor
@@ -224,8 +222,7 @@ _BATCH_DIM_RULES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class SharedOperand:
+class SharedOperand(NamedTuple):
     """An operation in which all samples share a variable."""
 
     node: Node
@@ -233,15 +230,8 @@ class SharedOperand:
     transposed: bool  # that input is the transposed variable
     variable: int  # its number
     batch: BatchDim  # where the samples lie in the output
-
-    def grads(self, cotangent: Tensor, variable: Tensor) -> PerSampleGrads:
-        """Return the gradients of the samples, from the cotangent of the operation."""
-        return _GRAD_RULES[self.kind](self, cotangent, variable)
-
-    @property
-    def kind(self) -> tuple[str, int, bool]:
-        """What tells how the gradient of a sample follows from this use."""
-        return type(self.node).__name__, self.operand, self.transposed
+    is_last: bool  # nothing below its operation leads to another use
+    rule: GradRule  # gives the gradients of the samples
 
 
 def uses_shared_by_samples(
@@ -260,38 +250,50 @@ def uses_shared_by_samples(
     while stack:
         output = stack.pop()
         inputs = inputs_of(output[0], batches[output])
+        shared: list[tuple[int, Node]] = []
+        is_last = True
         for operand, (node, number) in enumerate(output[0].next_functions):
             if node is None or not (node in leading or _number(node, numbers) >= 0):
                 continue
             child, batch = (node, number), inputs[operand]
             if batch is None:
-                uses.append(_use(output, operand, node, batches[output], numbers))
-            elif child not in batches:
+                shared.append((operand, node))
+                continue
+            is_last = False
+            if child not in batches:
                 batches[child] = batch
                 stack.append(child)
             elif batches[child] != batch:
                 raise NotProvedError
+        if shared and (output[1] or hooked_tensors(output[0])):
+            raise NotProvedError  # to read what a hook has may recompute a checkpoint
+        uses += [_use(output, *one, batches[output], numbers, is_last) for one in shared]
     return uses
 
 
 def _number(node: Node, numbers: Mapping[int, int]) -> int:
     """Return the number of the variable whose gradient a node accumulates; -1 for other nodes."""
-    return next((numbers.get(leaf, -1) for leaf in leaf_tensors([node])), -1)
+    return numbers.get(id(leaf_of(node)), -1) if is_leaf_node(node) else -1
 
 
 def _use(
-    output: tuple[Node, int], operand: int, child: Node, batch: BatchDim, numbers: Mapping[int, int]
+    output: tuple[Node, int],
+    operand: int,
+    child: Node,
+    batch: BatchDim,
+    numbers: Mapping[int, int],
+    is_last: bool,
 ) -> SharedOperand:
-    transposed = type(child).__name__ in _TRANSPOSITIONS and _permutation(child) == [1, 0]
+    name = type(child).__name__
+    transposed = name == "TBackward0" or (name in _TRANSPOSITIONS and _permutation(child) == [1, 0])
     leaf = child.next_functions[0][0] if transposed else child
-    if leaf is None or not is_leaf_node(leaf) or output[1] or hooked_tensors(output[0]):
-        raise NotProvedError  # to read what a hook has may recompute a checkpoint
-    if output_dtype(*output) != output_dtype(leaf, 0):
+    if leaf is None or not is_leaf_node(leaf) or output_kind(*output) != output_kind(leaf, 0):
         raise NotProvedError
-    use = SharedOperand(output[0], operand, transposed, _number(leaf, numbers), batch)
-    if use.kind not in _GRAD_RULES:
+    rule = _GRAD_RULES.get((type(output[0]).__name__, operand, transposed))
+    if rule is None:
         raise NotProvedError
-    return use
+    number = _number(leaf, numbers)
+    return SharedOperand(output[0], operand, transposed, number, batch, is_last, rule)
 
 
 class Factors(NamedTuple):
@@ -310,7 +312,7 @@ Terms: TypeAlias = Callable[[Node, Tensor], Tensor]
 
 def _by_sample(tensor: Tensor, batch: BatchDim) -> Tensor:
     """Return a tensor of the output's shape up to the samples' dimension as `[B, T, ...]`."""
-    if batch.dim == 0 and len(tensor) == batch.size:  # one position each
+    if batch.dim == 0 and tensor.shape[0] == batch.size:  # one position each
         return tensor.unsqueeze(1)
     rows = tensor.movedim(batch.dim, 0)
     blocks = rows.reshape(-1, batch.size, batch.block, *rows.shape[1:])
@@ -351,6 +353,8 @@ def _kernel_grads(use: SharedOperand, cotangent: Tensor, weight: Tensor) -> PerS
         return result
 
     inputs = _by_sample(saved(use.node, "input"), use.batch)
+    if inputs.is_contiguous():  # kernels of the CPU refuse other strides of dimensions of size 1
+        inputs = inputs.flatten().view(inputs.shape)
     result: Tensor = vmap(one)(_by_sample(cotangent, use.batch), inputs)
     return result
 
@@ -360,10 +364,11 @@ def _summed(terms: Terms, *, by_channel: bool = False) -> GradRule:
 
     def rule(use: SharedOperand, cotangent: Tensor, variable: Tensor) -> PerSampleGrads:
         rank = cotangent.dim()
-        shape = (len(variable), *([1] * (rank - 2))) if by_channel else tuple(variable.shape)
+        shape = (variable.shape[0], *([1] * (rank - 2))) if by_channel else tuple(variable.shape)
         batch = use.batch
-        if batch.dim == 0 and len(cotangent) == batch.size and shape == cotangent.shape[1:]:
-            return terms(use.node, cotangent)  # an element of the variable for each of a sample
+        if batch.dim == 0 and cotangent.shape[0] == batch.size and shape == cotangent.shape[1:]:
+            each = terms(use.node, cotangent)  # of a sample, one for each element of the variable
+            return each.flatten(1) if by_channel else each
         before, after = cotangent.shape[: batch.dim], cotangent.shape[batch.dim + 1 :]
         each = terms(use.node, cotangent).reshape(*before, -1, batch.size, batch.block, *after)
         each = each.movedim(batch.dim + 1, 0)  # two dimensions are left there, of one sample
@@ -380,8 +385,18 @@ def _cotangent(_: Node, cotangent: Tensor) -> Tensor:
 
 
 def _scaled(name: str, sign: int = 1) -> Terms:
-    """Return the cotangent times a number, or a tensor, that the node has saved."""
-    return lambda node, cotangent: cotangent * (sign * saved(node, name))
+    """Return the cotangent times a number that the node has saved."""
+
+    def terms(node: Node, cotangent: Tensor) -> Tensor:
+        factor = sign * saved(node, name)
+        return cotangent if factor == 1 else cotangent * factor
+
+    return terms
+
+
+def _times(name: str) -> Terms:
+    """Return the cotangent times a tensor that the node has saved."""
+    return lambda node, cotangent: cotangent * saved(node, name)
 
 
 def _layer_norm_terms(node: Node, cotangent: Tensor) -> Tensor:
@@ -417,8 +432,8 @@ _GRAD_RULES: dict[tuple[str, int, bool], GradRule] = {
     ("AddBackward0", 1, False): _summed(_scaled("alpha")),
     ("SubBackward0", 0, False): _summed(_cotangent),
     ("SubBackward0", 1, False): _summed(_scaled("alpha", -1)),
-    ("MulBackward0", 0, False): _summed(_scaled("other")),
-    ("MulBackward0", 1, False): _summed(_scaled("self")),
+    ("MulBackward0", 0, False): _summed(_times("other")),
+    ("MulBackward0", 1, False): _summed(_times("self")),
     ("NativeLayerNormBackward0", 1, False): _summed(_layer_norm_terms),
     ("NativeLayerNormBackward0", 2, False): _summed(_cotangent),
     ("NativeGroupNormBackward0", 1, False): _summed(_group_norm_terms, by_channel=True),

@@ -26,9 +26,10 @@ def output_shape(node: Node, number: int) -> Shape:
     return tuple(cast("Any", node)._input_metadata[number].shape)
 
 
-def output_dtype(node: Node, number: int) -> torch.dtype:
-    """Return the dtype of an output of a node's operation. Run on torch 2.13."""
-    return cast("torch.dtype", cast("Any", node)._input_metadata[number].dtype)
+def output_kind(node: Node, number: int) -> tuple[torch.dtype, torch.device]:
+    """Return the dtype and device of an output of a node's operation. Run on torch 2.13."""
+    metadata = cast("Any", node)._input_metadata[number]
+    return metadata.dtype, metadata.device
 
 
 def node_type(name: str) -> type:
@@ -103,7 +104,8 @@ def _saved_names(kind: Any) -> tuple[str, ...]:
 
 def hooked_tensors(node: Node) -> list[Any]:
     """Return what a node has saved that is in the hands of hooks of saved tensors, packed."""
-    return [one for _, one in packed_tensors(node) if one.unpack_hook is not None]
+    every = (one for name in saved_names(type(node)) for one in _raw(node, name))
+    return [one for one in every if one.unpack_hook is not None]
 
 
 def packed_tensors(node: Node) -> list[tuple[str, Any]]:

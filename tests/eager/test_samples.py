@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from threading import Thread
+from typing import Any, TypeAlias, cast
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn import functional
 
 import gradkit
 from gradkit._autograd import passes, sample_pass
 from gradkit._core import user_code
-from tests.helpers import unchanged
+from tests.helpers import Halve, assert_owned, unchanged
 
 
 @pytest.fixture
@@ -171,3 +176,165 @@ def test_a_gradient_that_is_not_finite_reaches_no_other_sample(
             grads = gradkit.per_loss_grads(fn(x @ w), w, strategy="batched")
         torch.testing.assert_close(grads, expected, equal_nan=True)
     assert in_one_pass == [0] * 4
+
+
+class Net(nn.Module):
+    """What the nets below share, each of whose samples is `[T]` of words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 4, padding_idx=2)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+        self.norm = nn.LayerNorm(4)
+        self.conv = nn.Conv1d(4, 4, 3, padding=1, groups=2)
+        self.mixing = nn.BatchNorm1d(4)
+
+
+Layer: TypeAlias = Callable[[Net, Tensor], Tensor]  # of `[B, T, 4]`
+
+INDEPENDENT: dict[str, Layer] = {
+    "linear": lambda m, h: m.first(h).tanh(),
+    "one position": lambda m, h: m.second(h[:, 0]).relu().unsqueeze(1) + h,
+    "norm": lambda m, h: m.norm(h),
+    "convolution": lambda m, h: m.conv(h.mT).mT,
+    "residual": lambda m, h: h + m.second(functional.gelu(m.first(h))),
+    "tied": lambda m, h: (h @ m.table.weight.T).softmax(2)[..., :4],
+    "bias twice": lambda m, h: h * m.first.bias * m.first.bias + m.first.bias,
+}
+OTHERS: dict[str, Layer] = {
+    "mixing": lambda m, h: m.mixing(h.mT).mT,
+    "centred": lambda m, h: h - h.mean(0),
+    "one for all": lambda m, h: h * m.first.bias.exp(),
+    "a Function": lambda m, h: cast("Tensor", Halve.apply(m.first(h), h)),
+}
+
+
+def loss_of_words(model: Net, words: Tensor, names: list[str]) -> Tensor:
+    h: Tensor = model.table(words)
+    for name in names:
+        h = (INDEPENDENT | OTHERS)[name](model, h)
+    return h.square().sum((1, 2))
+
+
+def loop(loss: Tensor, params: list[Tensor]) -> list[Tensor | None]:
+    """Return the stacked gradients of the elements of a vector from a pass of torch's for each."""
+    each = [torch.autograd.grad(x, params, retain_graph=True, allow_unused=True) for x in loss]
+    return [
+        None if grads[0] is None else torch.stack([g for g in grads if g is not None])
+        for grads in zip(*each, strict=True)
+    ]
+
+
+@pytest.mark.filterwarnings("ignore::gradkit.GradkitWarning")
+@given(
+    names=st.lists(st.sampled_from([*INDEPENDENT]), max_size=4),
+    other=st.none() | st.sampled_from([*OTHERS]),
+    batch=st.integers(2, 5),
+    positions=st.integers(1, 4),
+    frozen=st.sets(st.integers(3, 9), max_size=3),  # none of those that are used in all ways
+)
+def test_every_net_gives_what_a_loop_gives(
+    device: torch.device,
+    in_one_pass: list[int],
+    names: list[str],
+    other: str | None,
+    batch: int,
+    positions: int,
+    frozen: set[int],
+) -> None:
+    torch.manual_seed(0)
+    model = Net().to(device, torch.float64)
+    params = list(model.parameters())
+    for number in frozen:
+        params[number].requires_grad_(False)
+    words = torch.randint(7, (batch, positions), device=device)
+    loss = loss_of_words(model, words, names if other is None else [*names, other])
+    expected = loop(loss, [param for param in params if param.requires_grad])
+    in_one_pass.clear()
+    grads = gradkit.per_loss_grads(loss, params, strategy="batched")
+    found = [grad for grad, param in zip(grads, params, strict=True) if param.requires_grad]
+    assert [grad is None for grad in found] == [grad is None for grad in expected]
+    pairs = [(a, b) for a, b in zip(found, expected, strict=True) if a is not None]
+    torch.testing.assert_close(*map(list, zip(*pairs, strict=True)))
+    assert_owned(found, [p.expand(batch, *p.shape).clone() for p in params if p.requires_grad])
+    assert in_one_pass == ([0] if other is None else [])
+
+
+def test_one_cotangent_for_two_biases_is_two_gradients(
+    device: torch.device, in_one_pass: list[int]
+) -> None:
+    x, a, b = (torch.ones(*s, device=device) for s in ((3, 2), (2,), (2,)))
+    grads = gradkit.per_loss_grads(
+        (x + a.requires_grad_() + b.requires_grad_()).sum(1), [a, b], strategy="batched"
+    )
+    assert in_one_pass == [0]
+    assert_owned(grads, [torch.ones(3, 2, device=device)] * 2)
+
+
+def test_the_dtype_and_device_of_a_gradient_are_those_that_it_is_to_have(
+    device: torch.device, in_one_pass: list[int]
+) -> None:
+    x, w = torch.ones(5, 3, device=device), torch.ones(3, device=device, requires_grad=True)
+    w.grad_dtype = torch.float64
+    number = torch.tensor(2.0, requires_grad=True)  # torch takes one of the CPU on all devices
+    grads = gradkit.per_loss_grads((x * w * number).sum(1), [w, number], strategy="batched")
+    assert [(g.dtype, g.device) for g in grads] == [
+        (torch.float64, x.device),
+        (torch.float32, number.device),
+    ]
+    grad = gradkit.per_loss_grads((x * number).sum(1), number, strategy="batched")
+    assert grad.device == number.device
+    assert in_one_pass == ([0] if device.type == "cpu" else [])
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_pass_of_another_thread_through_the_same_graph(
+    device: torch.device, in_one_pass: list[int], monkeypatch: pytest.MonkeyPatch, autocast: bool
+) -> None:
+    """Nor does autocast around the call change the products, in whatever thread these are made."""
+    model = convolutional(device)
+    params = list(model.parameters())
+    loss = losses_of(model)
+    expected = gradkit.per_loss_grads(loss, params, retain_graph=True)
+    outside: list[tuple[Tensor, ...]] = []
+    add = sample_pass.SamplePass._add
+
+    def run_another(*args: Any) -> None:
+        def another() -> None:
+            outside.append(torch.autograd.grad(loss.sum(), params, retain_graph=True))
+
+        thread = Thread(target=another)
+        thread.start()
+        thread.join()
+        add(*args)
+
+    monkeypatch.setattr(sample_pass.SamplePass, "_add", run_another)
+    with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+        grads = gradkit.per_loss_grads(loss, params, strategy="batched", retain_graph=True)
+    assert in_one_pass == [0]
+    torch.testing.assert_close(grads, expected)
+    assert len(outside) == 3
+    for total, one in zip(outside[0], expected, strict=True):
+        torch.testing.assert_close(total, one.sum(0))
+
+
+def test_inside_a_pass_each_element_has_its_own(
+    device: torch.device, in_one_pass: list[int]
+) -> None:
+    model = convolutional(device)
+    loss, found = losses_of(model), []
+
+    class Inner(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *cotangents: Tensor) -> Tensor:
+            found.append(gradkit.per_loss_grads(loss, model, strategy="auto", retain_graph=True))
+            return cotangents[0]
+
+    x = torch.ones((), device=device, requires_grad=True)
+    torch.autograd.grad(Inner.apply(x), x)
+    assert in_one_pass == []
+    torch.testing.assert_close(found, [gradkit.per_loss_grads(loss, model)])
