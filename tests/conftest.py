@@ -38,6 +38,12 @@ ONLY = os.environ.get("GRADKIT_TEST_DEVICE")
 DEVICES = [ONLY] if ONLY else HERE
 
 
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    # torch.testing loads a profile of its own where a test module imports it. A test has that which
+    # is loaded when it is defined.
+    settings.load_profile(collector.config.getoption("--hypothesis-profile") or "gradkit")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shard", default="1/1", help="run a part: 2/4 is the second of four")
 
