@@ -60,8 +60,19 @@ def tree_tensors(values: Any) -> list[Tensor]:
     return [x for x in torch.utils._pytree.tree_leaves(values) if isinstance(x, Tensor)]
 
 
+# To compile one takes seconds: a few with every change, all of them in the slow tier.
+FEW = {"sgd, Nesterov", "adamw", "rmsprop, centered"}
+
+
 @pytest.mark.parametrize(
-    ("name", "scheduled"), [*((name, True) for name in OPTIMIZERS), ("adam", False)]
+    ("name", "scheduled"),
+    [
+        *(
+            pytest.param(name, True, marks=() if name in FEW else pytest.mark.slow)
+            for name in OPTIMIZERS
+        ),
+        pytest.param("adam", False),
+    ],
 )
 def test_every_optimizer(device: torch.device, name: str, scheduled: bool) -> None:
     opt = OPTIMIZERS[name]()
@@ -131,7 +142,13 @@ def damped(losses: Any, params: Any, x: Tensor, y: Tensor) -> Any:
 
 
 @pytest.mark.parametrize(
-    "direction", [clipped, weighted, aggregated, accumulated, by_sample, damped]
+    "direction",
+    [
+        clipped,
+        weighted,
+        by_sample,
+        *(pytest.param(fn, marks=pytest.mark.slow) for fn in (aggregated, accumulated, damped)),
+    ],
 )
 def test_what_a_step_may_do_with_gradients(device: torch.device, direction: Any) -> None:
     torch.manual_seed(0)
