@@ -10,6 +10,7 @@ from sphinx.application import Sphinx
 import gradkit
 
 sys.path.append(str(Path(__file__).parent))
+import llms
 import signatures
 
 project = "gradkit"
@@ -88,15 +89,20 @@ def _add_toctrees(app: Sphinx, page: str, source: list[str]) -> None:
     """Make the sidebar of the links on the first page, which a repository page has alone."""
     if page != "index":
         return
-    parts = re.split(
-        r"(?m)^\*\*(.*?)\.\*\*", source[0].partition("\n## Pages\n")[2].partition("\n## ")[0]
-    )
-    for caption, text in zip(parts[1::2], parts[2::2], strict=True):
-        pages = "\n".join(re.findall(r"\((\w+)\.md\)", text))
-        source[0] += f"\n```{{toctree}}\n:caption: {caption}\n:hidden:\n\n{pages}\n```\n"
+    for caption, pages in llms.pages(source[0]):
+        listed = "\n".join(pages)
+        source[0] += f"\n```{{toctree}}\n:caption: {caption}\n:hidden:\n\n{listed}\n```\n"
+
+
+def _write_llms_txt(app: Sphinx, error: Exception | None) -> None:
+    """Write llms.txt: the pages for those who read text only, each with its first sentence."""
+    if error is None:
+        out = Path(app.outdir) / "llms.txt"
+        out.write_text(llms.text(Path(app.srcdir)), encoding="utf-8")
 
 
 def setup(app: Sphinx) -> None:
+    app.connect("build-finished", _write_llms_txt)
     app.connect("source-read", _add_toctrees)
     app.connect("source-read", _add_docstrings)
     app.connect("autodoc-process-docstring", _keep_prose, priority=1)

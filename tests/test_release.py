@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import runpy
 import tomllib
 from pathlib import Path
 
+import pytest
 import torch
 
 import gradkit
@@ -32,3 +34,35 @@ def test_the_recipe_needs_what_the_project_does(device: torch.device) -> None:
     }
     run = read("release/recipe.yaml").partition("  run:\n")[2].partition("\n\n")[0]
     assert {line.strip(" -") for line in run.splitlines()} == needs
+
+
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_pins_its_actions_and_may_only_read(device: torch.device, path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    uses = re.findall(r"uses: (.*)", text)
+    assert uses
+    for one in uses:
+        assert re.fullmatch(r"[\w/-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+", one), one
+    assert "\npermissions:\n  contents: read\n" in text.partition("\njobs:\n")[0] + "\n"
+
+
+def test_every_address_is_of_one_repository(device: torch.device) -> None:
+    urls = tomllib.loads(read("pyproject.toml"))["project"]["urls"]
+    source = urls["Source"]
+    named = {name: url for name, url in urls.items() if name not in ("Source", "Documentation")}
+    assert all(url.startswith(f"{source}/") for url in named.values())
+    private = f"{source}/security/advisories/new"
+    assert private in read("SECURITY.md")
+    assert private in read(".github/ISSUE_TEMPLATE/config.yml")
+
+
+def test_llms_txt_has_a_sentence_for_each_page(device: torch.device) -> None:
+    docs = ROOT / "docs"
+    found = runpy.run_path(str(docs / "llms.py"))["text"](docs)
+    lines = re.findall(r"(?m)^- \[(.+)\]\((\w+)\.html\): (.+)$", found)
+    named = {name for _, name, _ in lines}
+    assert named == {path.stem for path in docs.glob("*.md")} - {"index"}
+    assert all(sentence[0] not in "#|!" for *_, sentence in lines)

@@ -1,0 +1,42 @@
+"""The text of llms.txt: what gradkit is, and its pages, each with its first sentence."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+_LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
+_END = re.compile(r"(?<!et al\.)(?<=[.:])\s")
+
+
+def pages(index: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield the captions of the first page's list of pages, and the pages below each."""
+    listed = index.partition("\n## Pages\n")[2].partition("\n## ")[0]
+    parts = re.split(r"(?m)^\*\*(.*?)\.\*\*", listed)
+    for caption, text in zip(parts[1::2], parts[2::2], strict=True):
+        yield caption, re.findall(r"\((\w+)\.md\)", text)
+
+
+def text(docs: Path) -> str:
+    """Return the text, as https://llmstxt.org has it."""
+    index = (docs / "index.md").read_text(encoding="utf-8")
+    lines = ["# gradkit", "", f"> {' '.join(_paragraphs(index)[0].split()).replace('**', '')}"]
+    for caption, names in pages(index):
+        lines += ["", f"## {caption}", ""]
+        for name in names:
+            source = (docs / f"{name}.md").read_text(encoding="utf-8")
+            title = source.partition("# ")[2].partition("\n")[0]
+            lines.append(f"- [{title}]({name}.html): {_first_sentence(source)}")
+    return "\n".join([*lines, ""])
+
+
+def _paragraphs(source: str) -> list[str]:
+    """Return what stands below the title of a page, without headings."""
+    paragraphs = source.partition("# ")[2].split("\n\n")[1:]
+    return [one for one in paragraphs if not one.startswith(("#", "`" * 3, "|", "!"))]
+
+
+def _first_sentence(source: str) -> str:
+    plain = _LINK.sub(r"\1", " ".join(_paragraphs(source)[0].split())).replace("**", "")
+    return _END.split(plain, maxsplit=1)[0]
