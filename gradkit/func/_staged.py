@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -24,6 +24,7 @@ from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.params import Grads, Tensors
 from gradkit._core.pytree import PyTree
 from gradkit._core.results_without_graph import with_refused_derivatives
+from gradkit._core.user_code import user_code_may_run
 from gradkit._state.rerun import RerunState, recording_writes
 from gradkit._state.snapshot import put_back_on_error
 from gradkit.errors import OptionError, StructureError, UnsupportedGraphError, describe, message
@@ -116,21 +117,21 @@ class _EncoderStage:
         values, self._row_counts = _joined([*outputs, self._last[0].values], _ENCODED)
         return values
 
-    def grads(self, cotangents: PyTree) -> Iterator[Grads]:
-        """Yield the gradients of each chunk, one for each variable; the last comes first."""
+    def add_grads(self, cotangents: PyTree, total: Grads) -> Grads:
+        """Return the total, one for each variable, plus the gradients of each chunk."""
         leaves = pytree.flatten(cotangents)[0]
         seeds: list[Sequence[Tensor]] = [leaves]
         if self._states:
             parts = map(torch.split, leaves, self._row_counts)
             seeds = list(zip(*parts, strict=True))
-        yield self._pass(self._last.pop(), seeds.pop())
+        total = self._add_pass(self._last.pop(), seeds.pop(), total)
         for chunk, state, part in zip(self._chunks, self._states, seeds, strict=False):
             with state.second_run() as second:
                 run = self._run(chunk)
                 second.compare(run.outputs, "encode")
-                grads = self._pass(run, part)
+                total = self._add_pass(run, part, total)
             del run  # and with it the graph, before the next one is made
-            yield grads
+        return total
 
     def _run(self, chunk: PyTree) -> _EncodedChunk:
         with torch.enable_grad(), INSIDE:
@@ -148,11 +149,18 @@ class _EncoderStage:
         values = pytree.unflatten(outputs.spec, detached(outputs.leaves))
         return _EncodedChunk(variables, outputs.leaves, values, below)
 
-    def _pass(self, run: _EncodedChunk, seeds: Sequence[Tensor]) -> Grads:
+    def _add_pass(self, run: _EncodedChunk, seeds: Sequence[Tensor], total: Grads) -> Grads:
         eager_graph.refuse_nodes(map(type, run.below.nodes), "encode")
+        options = run.outputs, run.variables, seeds
+        dtypes = [variable.dtype for variable in run.variables]
+        if not user_code_may_run() and dtypes == list(self._arguments.dtypes):
+            # Each is added as it arrives: the gradients of a chunk are never there all at once.
+            for variable, grad in zip(run.variables, total, strict=True):
+                variable.grad = grad
+            return inner_grads(*options, accumulate=True)
         one = InnerPass("encode", self._arguments.path, run.variables, run.below)
-        run_pass = partial(inner_grads, run.outputs, run.variables, seeds)
-        return one.guarded(run_pass, create_graph=False)
+        grads = one.guarded(partial(inner_grads, *options), create_graph=False)
+        return list(map(_plus_, total, grads))
 
 
 _INSIDE_A_TRANSFORM = message(
@@ -259,9 +267,9 @@ def staged_value_and_grads(
             total = arguments.per_variable(pytree.flatten(of_loss)[0])
         by_tower = pytree.flatten_up_to(towers, "encode", cotangents, "outputs")
         for stage, cotangent in zip(stages, by_tower, strict=True):
-            for part in stage.grads(cotangent):
-                total = list(map(_plus_, total, part))
-        grads = arguments.grads_to_tree(cast_to(arguments.dtypes, total))
+            total = stage.add_grads(cotangent, total)
+        total = cast_to(arguments.dtypes, total)
+        grads = arguments.grads_to_tree(total)
         if create_graph is None:
             sources = [*arguments.variables, *captured]
             sources += [x for stage in stages for x in stage.captured.values()]

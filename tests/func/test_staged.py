@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradkit
 from gradkit import GradkitError, OptionError, StructureError, UnsupportedGraphError, func
@@ -291,3 +293,54 @@ def test_inference_mode_is_left(device: torch.device) -> None:
     check(grads, contrastive(encode(params, views), params), params)
     with pytest.raises(UnsupportedGraphError, match="made in inference mode"):
         step(params, made_inside)
+
+
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (D, torch.float32)])
+def test_gradients_of_another_dtype_than_their_parameter(
+    device: torch.device, dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    params, views = two_views(device, 6)
+    params = {k: v.detach().to(dtypes[0]).requires_grad_() for k, v in params.items()}
+    views = {k: v.to(dtypes[0]) for k, v in views.items()}
+    for param in params.values():
+        param.grad_dtype = dtypes[1]
+    step = func.staged_value_and_grads(encode, contrastive, chunk_size=2, create_graph=False)
+    whole = func.staged_value_and_grads(encode, contrastive, create_graph=False)
+    grads, right = step(params, views)[1], whole(params, views)[1]
+    for name, grad in grads.items():
+        assert grad.dtype == dtypes[1]
+        torch.testing.assert_close(grad, right[name], rtol=0.1, atol=0.1)
+
+
+class ParameterSized(TorchDispatchMode):
+    """Counts the tensors of a size that exist at once."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.numel, self.most = numel, 0
+        self.alive: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = op(*args, **kwargs or {})
+        if isinstance(out, Tensor) and out.numel() == self.numel:
+            self.alive[out.untyped_storage()._cdata] = StorageWeakRef(out.untyped_storage())
+            alive = [ref for ref in self.alive.values() if not ref.expired()]
+            self.most = max(self.most, len(alive))
+        return out
+
+
+def test_the_gradients_of_a_chunk_are_never_there_all_at_once(device: torch.device) -> None:
+    params = {str(i): torch.randn(37, 37, device=device) / 6 for i in range(6)}
+
+    def encode(params: Any, x: Tensor) -> Tensor:
+        for weight in params.values():
+            x = torch.tanh(x @ weight)
+        return x
+
+    step = func.staged_value_and_grads(
+        encode, lambda x: x.square().sum(), chunk_size=2, create_graph=False
+    )
+    with ParameterSized(37 * 37) as counted:
+        step(params, torch.randn(8, 37, device=device))
+    # Parameters that were seen, their gradients, and the one that arrives.
+    assert counted.most <= 2 * 6 + 2
