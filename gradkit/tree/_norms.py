@@ -214,7 +214,7 @@ def _about_one(leaves: Sequence[Leaf], maximum: Tensor) -> list[Leaf]:
 def allclose(
     a: PyTree, b: PyTree, *, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False
 ) -> bool:
-    """Return whether two trees are equal up to rounding: `torch.allclose`, None close to zeros.
+    """Return whether two trees are equal up to rounding, as `torch.allclose` says; None is zeros.
 
     Example:
         >>> import torch, gradkit
