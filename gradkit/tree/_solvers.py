@@ -123,7 +123,8 @@ def gmres(
         no solution for `b`, the residual stays large.
 
     Raises:
-        GradkitError: As in `cg`.
+        OptionError: As in `cg`.
+        UnsupportedGraphError: As in `cg`.
 
     Source:
         Saad and Schultz 1986, "GMRES: A Generalized Minimal Residual Algorithm for Solving
