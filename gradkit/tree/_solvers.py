@@ -106,7 +106,7 @@ def gmres(
         >>> matrix = torch.tensor([[0.0, 2.0], [-1.0, 1.0]])
         >>> x, info = gradkit.tree.gmres(lambda v: matrix @ v, torch.tensor([2.0, 0.0]))
         >>> x, info.iterations
-        (tensor([1.0000, 1.0000]), 2)
+        (tensor([1., 1.]), 2)
 
     Args:
         matvec: Multiplies a tree like `b`, of real tensors, by the matrix, which is square.
