@@ -58,8 +58,8 @@ def muon(
             `weight_decay` are exact.
 
     Returns:
-        An `Optimizer` with the values of `torch.optim.Muon`. It takes gradients of matrices, and
-        None for all other leaves.
+        An `Optimizer` with the values of `torch.optim.Muon`, which without Nesterov momentum
+        divides buffers in bfloat16 in place. It takes gradients of matrices, and None for all else.
 
     Raises:
         OptionError: As in `sgd`; or `ns_steps`, `ns_coefficients` or `adjust_lr_fn` is none.
@@ -216,7 +216,11 @@ def adafactor(
 
 def _zero_sums(dim: int, leaf: Tensor) -> Tensor | None:
     """Return zeros in the shape of a sum over a dimension; None if the leaf is no matrix."""
-    return torch.zeros_like(leaf).sum(dim, keepdim=True) if leaf.dim() > 1 else None
+    if leaf.dim() < 2:
+        return None
+    shape = list(leaf.shape)
+    shape[dim] = 1
+    return leaf.new_zeros(shape)
 
 
 def _adafactor(
