@@ -79,7 +79,8 @@ def scores(params: Params, x: Tensor, find: Any = equilibrium) -> Tensor:
     """Return the scores `[B, 10]` of images."""
     w = SHRINKS_BY * params["W"] / torch.linalg.matrix_norm(params["W"], 2)
     given = {"W": w, "injected": x @ params["U"].T + params["b"]}
-    return find(torch.zeros(len(x), HIDDEN).to(x), given) @ params["head"].T
+    z: Tensor = find(torch.zeros(len(x), HIDDEN).to(x), given)
+    return z @ params["head"].T
 
 
 def train(params: Params, data: Parts, epochs: int) -> tuple[list[float], list[float]]:
@@ -88,7 +89,7 @@ def train(params: Params, data: Parts, epochs: int) -> tuple[list[float], list[f
     optimizer = torch.optim.Adam(params.values(), lr=0.01)
     losses, accuracies = [], []
     for _ in range(epochs):
-        for rows in torch.randperm(len(x)).to(x.device).split(BATCH):
+        for rows in torch.randperm(len(x)).to(x.device).chunk(-(-len(x) // BATCH)):
             loss = cross_entropy(scores(params, x[rows]), y[rows])
             losses.append(float(gradkit.minimize_(optimizer, loss)))
         with torch.no_grad():
@@ -96,7 +97,7 @@ def train(params: Params, data: Parts, epochs: int) -> tuple[list[float], list[f
     return losses, accuracies
 
 
-def grads_and_bytes(params: Params, x: Tensor, y: Tensor, find: Any) -> tuple[Params, int]:
+def grads_and_bytes(params: Params, x: Tensor, y: Tensor, find: Any) -> tuple[Any, int]:
     """Return the gradient of a batch, and how many bytes its graph keeps."""
     kept: dict[int, int] = {}
 
