@@ -6,20 +6,17 @@ import operator
 from collections.abc import Callable
 from functools import partial
 from math import sqrt
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradkit._core.call import check_option, is_number
 from gradkit._core.params import Tensors
-from gradkit.errors import OptionError, message
+from gradkit.errors import OptionError, StructureError, message
 from gradkit.meta import _optimizer as ops
 from gradkit.meta._builtin_optimizers import refuse_complex
 from gradkit.meta._optimizer import Factor, Hyper, Optimizer, Settings, StateLists, Updated
-
-# The coefficients of a Newton-Schulz step, the number of steps, and what they are computed in.
-_NewtonSchulz: TypeAlias = tuple[tuple[float, float, float], int, torch.dtype | None]
 
 
 @ops.optimizer_function
@@ -62,7 +59,8 @@ def muon(
         divides buffers in bfloat16 in place. It takes gradients of matrices, and None for all else.
 
     Raises:
-        OptionError: As in `sgd`; or `ns_steps`, `ns_coefficients` or `adjust_lr_fn` is none.
+        OptionError: As in `sgd`; or `ns_steps`, `ns_coefficients`, `adjust_lr_fn` or
+            `dtype` is not as above.
         StructureError: Raised by a step for a gradient of a leaf that is not 2-dimensional.
 
     Source:
@@ -71,8 +69,9 @@ def muon(
     """
     check_option("adjust_lr_fn", adjust_lr_fn, (None, "original", "match_rms_adamw"))
     check_option("dtype", dtype, (None, torch.bfloat16, torch.float32, torch.float64))
-    is_triple = isinstance(ns_coefficients, tuple) and len(ns_coefficients) == 3
-    if not is_triple or not all(map(is_number, ns_coefficients)) or ns_steps not in range(100):
+    is_right = isinstance(ns_coefficients, tuple) and len(ns_coefficients) == 3
+    is_right = is_right and all(map(is_number, ns_coefficients))
+    if not is_right or type(ns_steps) is not int or not 0 <= ns_steps < 100:
         expected, got = "three numbers, and an int below 100", f"{ns_coefficients!r}, {ns_steps!r}"
         fix = "ns_coefficients=(3.4445, -4.775, 2.0315), ns_steps=5"
         raise OptionError(message("ns_coefficients, ns_steps", expected, got, fix))
@@ -84,18 +83,13 @@ def muon(
 
 
 def _muon(
-    newton_schulz: _NewtonSchulz,
-    match_rms: bool,
-    params: Tensors,
-    grads: Tensors,
-    state: StateLists,
-    hyper: Settings,
+    how: Any, match_rms: bool, params: Tensors, grads: Tensors, state: StateLists, hyper: Settings
 ) -> Updated:
     refuse_complex("muon", params)
     momentum, eps = hyper["momentum"], ops.per_tensor(hyper["eps"], len(params))
     buffers = _lerp(state["momentum_buffer"], grads, ops.combine(operator.sub, 1, momentum))
     updates = _lerp(grads, buffers, momentum) if hyper["nesterov"] else buffers
-    updates = [_orthogonal(*newton_schulz, *pair) for pair in zip(eps, updates, strict=True)]
+    updates = [_orthogonal(x, least, *how) for x, least in zip(updates, eps, strict=True)]
     ratios: Factor = [
         0.2 * sqrt(max(x.shape)) if match_rms else sqrt(max(1, len(x) / max(x.shape[1], 1)))
         for x in params
@@ -105,7 +99,7 @@ def _muon(
 
 
 def _orthogonal(
-    coefficients: Any, steps: int, dtype: torch.dtype | None, eps: Any, matrix: Tensor
+    matrix: Tensor, eps: Any, coefficients: Any, steps: int, dtype: torch.dtype | None
 ) -> Tensor:
     """Return a matrix with the singular vectors of this one, and singular values near 1."""
     a, b, c = coefficients
@@ -185,7 +179,8 @@ def adafactor(
         beta2_decay: The averages of squares give the last one a weight of `step ** beta2_decay`.
         eps: The least root of a mean square (None is that of the dtype), and the least size that a
             parameter counts for.
-        d: The largest root mean square of an update, in units of the rate.
+        d: The largest root mean square of an update, in units of the rate. It and `beta2_decay` are
+            one number for a leaf.
         weight_decay: As in `adamw`.
         maximize: As in `sgd`.
 
@@ -194,6 +189,7 @@ def adafactor(
 
     Raises:
         OptionError: As in `sgd`; or `beta2_decay` is positive, `d` less than 1, or `eps` no pair.
+        StructureError: Raised by a step if one of the first two has more elements than one.
 
     Source:
         Shazeer and Stern 2018, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost",
@@ -239,6 +235,9 @@ def _adafactor(
     of_leaf = [ops.per_tensor(hyper[name], len(params)) for name in ("lr", "beta2_decay", "d")]
     for index, (p, g, step) in enumerate(zip(params, grads, steps, strict=True)):
         lr, decay, d = (numbers[index] for numbers in of_leaf)
+        if any(isinstance(x, Tensor) and x.dim() for x in (decay, d)):
+            got, fix = "a tensor with dimensions", "beta2_decay=-0.8, d=1.0"
+            raise StructureError(message("beta2_decay, d", "one number for each leaf", got, fix))
         least = torch.finfo(p.dtype).eps if eps[0] is None else eps[0]
         before = [state[name][index] for name in names]
         after, variance = _factored(before, g * g, step**decay, least)

@@ -533,7 +533,7 @@ def test_the_gradient_of_an_equilibrium_is_that_of_its_iterations(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data, params = deq.load(device), deq.initial(device)
-    x, y = (part[:16] for part in data[:2])
+    x, y = (part[: deq.BATCH] for part in data[:2])
     apart, few, many = deq.compare(params, x, y)
     assert apart <= deq.CLOSE
     assert 5 * few < many

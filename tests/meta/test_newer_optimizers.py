@@ -283,7 +283,7 @@ def test_members_of_muon_in_bfloat16_differ_by_its_rounding(device: torch.device
 def test_what_they_refuse(device: torch.device) -> None:
     wrong: list[tuple[Any, dict[str, Any], str]] = [
         (meta.muon, {"ns_steps": 100}, "ns_coefficients, ns_steps: expected three numbers"),
-        (meta.muon, {"ns_steps": 2.5}, "ns_coefficients, ns_steps: "),
+        (meta.muon, {"ns_steps": 2.0}, "ns_coefficients, ns_steps: "),
         (meta.muon, {"ns_coefficients": (1.0, 2.0)}, "ns_coefficients, ns_steps: "),
         (meta.muon, {"adjust_lr_fn": "rms"}, "adjust_lr_fn: expected None or 'original'"),
         (meta.muon, {"dtype": torch.int32}, "dtype: expected None or "),
@@ -308,9 +308,16 @@ def test_what_they_refuse(device: torch.device) -> None:
             newer().step(p, p, newer().init(p))
     w = torch.ones(3, 2, device=device)
     adafactor, muon = meta.adafactor(), meta.muon()
-    state = {**adafactor.init(w), "row_var": w}
+    state = adafactor.init(w)
     with pytest.raises(gradkit.StructureError, match=r"^state\['row_var'\]: "):
         adafactor.step(w, w, {**state, "row_var": w[:2, :1]})
+    for name in ("beta2_decay", "d"):
+        options = {name: torch.ones_like(w)}
+        with (
+            unchanged(w),
+            pytest.raises(gradkit.StructureError, match=r"^beta2_decay, d: expected"),
+        ):
+            adafactor.step(w, w, state, **options)
     for shape in ((3,), (), (2, 2, 2)):
         bad = {"a": [w, torch.ones(shape, device=device)]}
         with (
