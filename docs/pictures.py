@@ -28,6 +28,7 @@ ROOT = DOCS.parent
 PICTURES = DOCS / "pictures"
 EXAMPLES = (
     "compiled_digits",
+    "deq_digits",
     "eight_losses",
     "fewshot_digits",
     "learn_hyperparams",

@@ -35,11 +35,11 @@ ERRORS = {
 TREE = {
     "add", "sub", "scale", "weighted_sum", "dot", "global_norm", "cosine", "clip_by_global_norm",
     "map", "stack", "unstack", "allclose", "to_matrix", "gram", "add_", "lerp_", "zeros_like",
-    "randn_like", "cg", "neumann",
+    "randn_like", "cg", "gmres", "neumann",
 }  # fmt: skip
 META = {
     "Adapted", "Optimizer", "adam", "adamw", "from_torch", "implicit", "rmsprop", "sgd", "unroll",
-    "mean_value_and_grads",
+    "mean_value_and_grads", "adafactor", "lion", "muon", "schedule_free_adamw",
 }  # fmt: skip
 DIST = {
     "all_reduce", "gram", "make_functional", "per_loss_grads", "simultaneous_grads",

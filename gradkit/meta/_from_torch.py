@@ -27,6 +27,7 @@ from gradkit._state.grad_attribute import set_grad
 from gradkit.errors import describe, first_line, message
 from gradkit.meta import _optimizer
 from gradkit.meta._builtin_optimizers import adam, adamw, rmsprop, sgd
+from gradkit.meta._newer_optimizers import adafactor, muon
 from gradkit.meta._optimizer import Optimizer, Settings, StateLists, Updated
 
 _REIMPLEMENTED: Mapping[type, Callable[..., Optimizer]] = {
@@ -34,6 +35,8 @@ _REIMPLEMENTED: Mapping[type, Callable[..., Optimizer]] = {
     torch.optim.Adam: adam,
     torch.optim.AdamW: adamw,
     torch.optim.RMSprop: rmsprop,
+    torch.optim.Adafactor: adafactor,
+    torch.optim.Muon: muon,
 }
 # They choose the kernel, not the result.
 _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -52,8 +55,8 @@ TorchState: TypeAlias = dict[str, Any]  # of one parameter, as torch's optimizer
 def from_torch(optimizer: type[torch.optim.Optimizer], **hyper: Any) -> Optimizer:
     """Return a class of torch.optim as a pure optimizer.
 
-    SGD, Adam, AdamW and RMSprop are those of this package. Any other runs torch's own code on
-    copies, differentiable where torch's class has `differentiable=True`.
+    SGD, Adam, AdamW, RMSprop, Adafactor and Muon are those of this package. Any other runs torch's
+    own code on copies, differentiable where torch's class has `differentiable=True`.
 
     Example:
         >>> import torch, gradkit

@@ -1,4 +1,4 @@
-"""Implicit differentiation: the gradient of a minimum, whatever algorithm found it."""
+"""Implicit differentiation: of a minimum, a root or a fixed point, whatever algorithm found it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from gradkit._core.leaf_arithmetic import same_values
 from gradkit._core.ownership import without_inference
 from gradkit._core.params import Grads, Params, Tensors
 from gradkit._core.pytree import PyTree
-from gradkit._core.user_code import hooks_made
+from gradkit._core.user_code import hooks_made, user_code_may_run
 from gradkit._state.rerun import RerunState, recording_writes
 from gradkit._state.snapshot import put_back_on_error
 from gradkit._torch_bugs.monitor import ForwardMonitor, OpMonitor
@@ -43,18 +43,21 @@ TreeSolver = Callable[[Callable[[PyTree], PyTree], PyTree], PyTree]
 
 def implicit(
     solver: Callable[[PyTree, PyTree], PyTree],
-    inner_loss: Callable[[PyTree, PyTree], Tensor],
+    inner_loss: Callable[[PyTree, PyTree], Tensor] | None = None,
     *,
-    solve: Literal["cg", "neumann"] | TreeSolver = "cg",
+    root: Callable[[PyTree, PyTree], PyTree] | None = None,
+    fixed_point: Callable[[PyTree, PyTree], PyTree] | None = None,
+    solve: Literal["auto", "cg", "gmres", "neumann"] | TreeSolver = "auto",
     maxiter: int = 100,
     tol: float = 1e-6,
     damping: float = 0.0,
     warn: bool = True,
 ) -> Callable[[PyTree, PyTree], PyTree]:
-    """Return a function that minimizes an inner loss, and is differentiated at the minimum.
+    """Return a function that finds a minimum, root or fixed point, and is differentiated there.
 
-    Its gradient comes from the optimality condition, d inner_loss / d params = 0, and one linear
-    system with the inner Hessian: exact at a minimum, whatever the steps of the solver.
+    Its gradient comes from the condition that holds there, d inner_loss / d params = 0, root = 0 or
+    fixed_point = params, and one linear system with the condition's Jacobian (a loss's is the inner
+    Hessian): exact where the condition holds, whatever the steps of the solver.
 
     Example:
         >>> import torch, gradkit
@@ -65,43 +68,57 @@ def implicit(
         >>> w = find(torch.zeros(1), scale)
         >>> gradkit.value_and_grads(w.sum(), scale)
         (tensor(2.), tensor(-1.3333))
+        >>> root_of = gradkit.meta.implicit(lambda x, a: a.sqrt(), root=lambda x, a: x * x - a)
+        >>> gradkit.value_and_grads(root_of(torch.ones(()), scale), scale)
+        (tensor(0.7071), tensor(0.7071))
 
     Args:
-        solver: `solver(params, outer)` returns params that minimize `inner_loss(params, outer)`, by
-            any means; it is not differentiated. It gets copies of params, which require grad where
-            params do, and constants for outer, on which it must not write.
-        inner_loss: One real element, twice differentiable, computed from its arguments alone.
-        solve: How `H u = v` is solved, H being the inner Hessian: `"cg"`, conjugate gradients, for
-            a positive definite H; `"neumann"`, a Neumann series with a step of one over the largest
-            eigenvalue; or a function `solve(matvec, v)` of trees like params, which may
-            differentiate `matvec(u)` with respect to u.
+        solver: `solver(params, outer)` returns params at which the condition holds, by any means;
+            it is not differentiated. It gets copies of params, which require grad where params do,
+            and constants for outer, on which it must not write.
+        inner_loss: What the solver minimizes: `inner_loss(params, outer)` is one real element,
+            twice differentiable, computed from its arguments alone.
+        root: In place of a loss, what is zero: `root(params, outer)` is a tree like params, of the
+            same shapes; where params are tied, the same tensor stands in each of their places.
+        fixed_point: In place of a loss, a map whose value is params: a tree as that of `root`.
+        solve: How `H u = v` is solved, H being the Jacobian, transposed: `"cg"`, conjugate
+            gradients, for a positive definite H; `"gmres"`, for any; `"neumann"`, a Neumann series
+            with a step of one over the largest eigenvalue, or for a fixed point of one, which
+            converges if the map is a contraction; or a function `solve(matvec, v)` of trees like
+            params, which may differentiate `matvec(u)` with respect to u. `"auto"` is `"cg"` for a
+            loss, and `"gmres"` otherwise.
         maxiter: The largest number of products with H in a solve.
         tol: The solve ends when the norm of the residual, relative to that of v, is below this.
         damping: This times the identity is added to H.
-        warn: Whether to give a `GradkitWarning` if the residual, which takes one more product with
-            H and waits for the device, is not below `tol` after a solve.
+        warn: Whether the residual, which takes one more product with H and waits for the device, is
+            read after a solve. If it is not below `tol`, that is a `GradkitWarning` for a loss, and
+            otherwise an error. A point at which `root` or `fixed_point` does not hold is a warning.
 
     Returns:
         `find(params, outer)`, which returns what `solver` does, differentiable with respect to
         `outer`. Params have no gradient; a frozen `nn.Parameter` stays as it is.
 
     Raises:
-        OptionError: An option has no such value, or an argument is no function.
-        StructureError: Raised by `find` if the solver returns another tree.
+        OptionError: An option has no such value, an argument is no function, or there is not one of
+            `inner_loss`, `root` and `fixed_point`.
+        LeafTypeError: Raised by `find` if params are complex.
+        StructureError: Raised by `find` if the solver, `root` or `fixed_point` returns another
+            tree.
         UnsupportedGraphError: Raised by `find` if the inner loss uses a tensor from outside that
             requires grad, or a checkpoint that recomputes a module with its own parameters; if the
             solver needs params that require grad, or writes on outer; and inside torch.func; and by
-            a backward pass with `create_graph=True`.
+            a backward pass with `create_graph=True`, or for which the Jacobian is singular.
 
     Source:
-        Rajeswaran et al. 2019, "Meta-Learning with Implicit Gradients", equation (6),
-        https://arxiv.org/abs/1909.04630; Lorraine et al. 2020, algorithms 2 and 3,
-        https://arxiv.org/abs/1911.02590
+        Blondel et al. 2022, "Efficient and Modular Implicit Differentiation", equation (2),
+        https://arxiv.org/abs/2105.15183; Rajeswaran et al. 2019, "Meta-Learning with Implicit
+        Gradients", equation (6), https://arxiv.org/abs/1909.04630; Lorraine et al. 2020,
+        algorithms 2 and 3, https://arxiv.org/abs/1911.02590
     """
     check_function(solver, "solver")
-    check_function(inner_loss, "inner_loss")
+    kind, condition_of = _read_condition(inner_loss=inner_loss, root=root, fixed_point=fixed_point)
     if not callable(solve):
-        check_option("solve", solve, ("cg", "neumann"))
+        check_option("solve", solve, ("auto", "cg", "gmres", "neumann"))
     if not is_positive_int(maxiter):
         raise errors.OptionError(message("maxiter", "a positive int", repr(maxiter), "maxiter=100"))
     for name, value in {"tol": tol, "damping": damping}.items():
@@ -121,14 +138,30 @@ def implicit(
             if write_counts(outer_tensors) != before:
                 raise errors.UnsupportedGraphError(_WRITES_ON_OUTER)
 
-            def loss(at: Tensors, by: Tensors) -> Tensor:
-                return inner_loss(inner.tree(at), rebuild_outer(by))
+            def run(at: Tensors, by: Tensors) -> Tensors:
+                returned = condition_of(inner.tree(at), rebuild_outer(by))
+                if kind == "inner_loss":
+                    return [read_loss(returned, kind)[0]]
+                values = _read_like_params(inner, returned, f"{kind}(params, outer)")
+                values = [value.to(x.dtype) for value, x in zip(values, at, strict=True)]
+                return values if kind == "root" else tree.sub(at, values)
 
-            linear_solver = _linear_solver(solve, inner, maxiter, tol)
-            condition = _OptimalityCondition(loss, linear_solver, tol, damping, warn)
+            linear_solver = _linear_solver(solve, kind, inner, maxiter, tol)
+            condition = _OptimalityCondition(run, kind, linear_solver, tol, damping, warn)
             return inner.tree(condition.attach(minimum, outer_tensors))
 
     return find
+
+
+def _read_condition(**given: Callable[..., Any] | None) -> tuple[str, Callable[..., Any]]:
+    """Return the one condition that was given, and its name."""
+    conditions = [(name, fn) for name, fn in given.items() if fn is not None]
+    if len(conditions) != 1:
+        expected, got = "one of inner_loss, root and fixed_point", f"{len(conditions)} of them"
+        fix = "implicit(solver, inner_loss), implicit(solver, root=fn), or fixed_point=fn"
+        raise errors.OptionError(message("inner_loss", expected, got, fix))
+    check_function(conditions[0][1], conditions[0][0])
+    return conditions[0]
 
 
 _WRITES_ON_OUTER = message(
@@ -168,26 +201,37 @@ def _minimize(solver: Callable[..., PyTree], params: Params, outer: PyTree) -> T
             text = message(params.path(constant[0]), f"{expected}it", "one that does not", fix)
             raise errors.UnsupportedGraphError(text) from error
         raise
-    leaves = pytree.flatten_up_to(params.spec, "params", solved, root)
-    minimum = params.per_variable(leaves)
-    for slot, leaf in zip(params.slots, leaves, strict=True):
+    return [x.detach().clone() for x in _read_like_params(params, solved, root)]
+
+
+def _read_like_params(params: Params, returned: PyTree, root: str) -> Tensors:
+    """Return the tensor that a function of the caller's has returned for each variable."""
+    leaves = pytree.flatten_up_to(params.spec, "params", returned, root)
+    values = params.per_variable(leaves)
+    for index, (slot, leaf) in enumerate(zip(params.slots, leaves, strict=True)):
         if slot is None:
             continue
         shape = params.variables[slot].shape
-        fits = isinstance(leaf, Tensor) and leaf.shape == shape
-        if not fits or not (leaf is minimum[slot] or same_values(leaf, minimum[slot])):
-            expected = f"one tensor of shape {tuple(shape)} wherever the variable stands"
-            fix = "return params of the same shapes, and tied ones equal"
-            raise errors.StructureError(message(root, expected, describe(leaf), fix))
-    return [x.detach().clone() for x in minimum]
+        fits = isinstance(leaf, Tensor) and leaf.shape == shape and not leaf.is_complex()
+        if not fits or not (leaf is values[slot] or same_values(leaf, values[slot])):
+            where = pytree.path(params.spec, index, root)
+            expected = f"one real tensor of shape {tuple(shape)} wherever the variable stands"
+            fix = "return a tree like params, of the same shapes, and tied ones equal"
+            raise errors.StructureError(message(where, expected, describe(leaf), fix))
+    return values
 
 
 def _linear_solver(
-    method: str | TreeSolver, params: Params, maxiter: int, tol: float
+    method: str | TreeSolver, kind: str, params: Params, maxiter: int, tol: float
 ) -> LinearSolver:
     """Return the chosen solver, on lists of the variables; the caller's own is one of trees."""
     if not callable(method):
-        solver = tree.cg if method == "cg" else tree.neumann
+        by_name: dict[str, Callable[..., Any]]
+        by_name = {"cg": tree.cg, "gmres": tree.gmres, "neumann": tree.neumann}
+        if kind == "fixed_point":
+            by_name["neumann"] = partial(tree.neumann, step=1.0)
+        by_name["auto"] = by_name["cg" if kind == "inner_loss" else "gmres"]
+        solver = by_name[method]
         return lambda product, v: solver(product, v, maxiter=maxiter, tol=tol)[0]
     # Directions are trees like params that are zero where it is fixed.
     zeros = [None if leaf is None else torch.zeros_like(leaf) for leaf in params.leaves]
@@ -218,14 +262,20 @@ def _read_direction(params: Params, direction: PyTree, root: str) -> Tensors:
 
 @dataclass
 class _OptimalityCondition:
-    """d inner_loss / d params = 0, where the loss is a function of two lists of tensors."""
+    """What is zero at the minimum or root: a function of two lists of tensors, or its gradient."""
 
-    inner_loss: Callable[[Tensors, Tensors], Tensor]
+    fn: Callable[[Tensors, Tensors], Tensors]
+    name: str
     linear_solver: LinearSolver
     tol: float
     damping: float
     warn: bool
     _state: RerunState = field(init=False)
+
+    @property
+    def is_slope(self) -> bool:
+        """Whether it is the gradient of what the function returns."""
+        return self.name == "inner_loss"
 
     def attach(self, minimum: Tensors, outer: Tensors) -> Tensors:
         """Return the minimum, depending on the outer variables."""
@@ -235,23 +285,23 @@ class _OptimalityCondition:
         at, by = _as_leaves(minimum), _as_leaves(outer)
         with torch.enable_grad(), self._state.first_run():
             hooks = hooks_made()
-            loss, below = self._loss(at, by)
+            values, below = self._run(at, by)
             # Now: what the backward pass could not differentiate.
-            refuse_captured("inner_loss", below, [*at, *by], self._state.made)
-            if runs_user_code(below, hooks):  # which may use more than the loss does
-                slope = Subgraph(_inner_gradient(loss, at, below))
-                refuse_captured("inner_loss", slope, [*at, *by], self._state.made)
-        self._state.record_outputs([loss])
+            refuse_captured(self.name, below, [*at, *by], self._state.made)
+            if self.is_slope and runs_user_code(below, hooks):  # which may use more than the loss
+                slope = Subgraph(_inner_gradient(values[0], at, below))
+                refuse_captured(self.name, slope, [*at, *by], self._state.made)
+        self._state.record_outputs(values)
         if not any(x.requires_grad for x in outer):
             return minimum
         return list(_AtMinimum.apply(self, len(minimum), *minimum, *outer))  # type: ignore[no-untyped-call]
 
-    def _loss(self, at: Tensors, by: Tensors) -> tuple[Tensor, Subgraph]:
+    def _run(self, at: Tensors, by: Tensors) -> tuple[Tensors, Subgraph]:
         before = checkpoints.before([*at, *by])
         with recording_writes(), ForwardMonitor(), INSIDE:
-            loss, _ = read_loss(self.inner_loss(at, by), "inner_loss")
-        recomputations.refuse(loss, before)
-        return loss, _check_graph(loss, at)
+            values = self.fn(at, by)
+        recomputations.refuse(values, before)
+        return values, _check_graph(values, at, self.name)
 
     def outer_grads(
         self, at: Tensors, outer: Tensors, needed: Sequence[bool], cotangents: Tensors
@@ -260,30 +310,53 @@ class _OptimalityCondition:
         with torch.enable_grad(), self._state.second_run() as run:
             at = _as_leaves(at)
             by = [x.detach().requires_grad_(need) for x, need in zip(outer, needed, strict=True)]
-            loss, below = self._loss(at, by)
-            run.compare([loss], "inner_loss")
+            zeros, below = self._run(at, by)
+            run.compare(zeros, self.name)
             run.differences.read()  # now: the solver reads, and warns of what it comes to
-            slope = _inner_gradient(loss, at, below)
+            if self.is_slope:
+                zeros = _inner_gradient(zeros[0], at, below)
+                below = Subgraph(zeros)
 
         def product(u: Tensors) -> Tensors:
-            hu = _or_zeros(_hessian_product(slope, at, u), at)
+            hu = _or_zeros(_transposed_product(zeros, at, u, below), at)
             return tree.add(hu, tree.scale(u, self.damping)) if self.damping else hu
 
         u = self.linear_solver(product, cotangents)
         if self.warn:
-            self._warn_if_inexact(tree.sub(cotangents, product(u)), cotangents)
-        reached = iter(inner_grads(slope, list(compress(by, needed)), [-x for x in u]))
+            self._check_residual(tree.sub(cotangents, product(u)), cotangents)
+            if not self.is_slope:
+                self._check_point(at, zeros, u, cotangents)
+        reached = iter(_pull(zeros, list(compress(by, needed)), [-x for x in u], below, "outer"))
         return [next(reached) if need else None for need in needed]
 
-    def _warn_if_inexact(self, left: Tensors, v: Tensors) -> None:
+    def _check_residual(self, left: Tensors, v: Tensors) -> None:
         size = tree.global_norm(v)
         residual = float(tree.global_norm(left) / size) if size > 0 else 0.0
-        enough = max(self.tol, 100 * torch.finfo(size.dtype).eps)
-        if not residual <= enough:
+        if residual <= max(self.tol, 100 * torch.finfo(size.dtype).eps):
+            return
+        if self.is_slope:
             warn_fallback(
                 "gradkit.meta.implicit: the linear solve came to a relative residual of "
                 f"{residual:.2e}, not to tol={self.tol:g}: the gradient is as inexact. Raise "
                 "maxiter, add damping, use another solve, or pass warn=False."
+            )
+            return
+        expected = f"a Jacobian for which the linear solve comes to tol={self.tol:g}"
+        got = f"a relative residual of {residual:.2e}: it is singular, or maxiter too small"
+        fix = "make the solution unique; implicit(..., maxiter=1000), a larger tol, damping=1e-3, "
+        fix += "or another solve; warn=False for a gradient as inexact"
+        raise errors.UnsupportedGraphError(message(self.name, expected, got, fix))
+
+    def _check_point(self, at: Tensors, zeros: Tensors, u: Tensors, v: Tensors) -> None:
+        """Warn if the point is no root: to first order, v is off by u times what is not zero."""
+        size, sizes = tree.global_norm(at), list(map(tree.global_norm, (zeros, u, v)))
+        off = float(sizes[0] * sizes[1] / sizes[2]) if sizes[2] > 0 else 0.0
+        rounding = (torch.finfo(size.dtype).eps * sum(x.numel() for x in at)) ** 0.5
+        if not off <= 0.01 * float(size) + rounding:
+            warn_fallback(
+                f"gradkit.meta.implicit: {self.name} does not hold at what the solver returned, "
+                f"which is off by about {off:.2e}, of a norm of {float(size):.2e}: the gradient is "
+                "as inexact. Let the solver take more steps, or pass warn=False."
             )
 
 
@@ -300,33 +373,51 @@ def _inner_gradient(loss: Tensor, at: Tensors, below: Subgraph) -> Tensors:
         return _or_zeros(one.guarded(run, create_graph=True), at)
 
 
-def _hessian_product(slope: Tensors, at: Tensors, u: Tensors) -> Sequence[Tensor | None]:
-    """Return the Hessian times u, which depends on u where a caller's solver differentiates it."""
+def _transposed_product(
+    zeros: Tensors, at: Tensors, u: Tensors, below: Subgraph
+) -> Sequence[Tensor | None]:
+    """Return the transposed Jacobian times u, which depends on u where the caller's solver does."""
     keep = torch.is_grad_enabled() and any(map(carries_graph, u))
-    run = partial(inner_grads, slope, at, u, create_graph=keep, retain_graph=True)
-    if not (keep or transforms()):
-        return run()
-    below, monitor = Subgraph(slope), OpMonitor()
-    monitor.note_graph(below)
-    monitor.check()
+    if keep or transforms():
+        monitor = OpMonitor()
+        monitor.note_graph(below)
+        monitor.check()
     if keep:
         refuse_wrong_derivative(lambda: "matvec(u)", at, below, by_formula=True)
-    one = InnerPass("matvec(u)", "params, variable {}".format, at, below, u)
-    return one.guarded(run, create_graph=keep)
+    return _pull(zeros, at, u, below, "params", create_graph=keep)
+
+
+def _pull(
+    outputs: Tensors,
+    inputs: Tensors,
+    cotangents: Tensors,
+    below: Subgraph,
+    root: str,
+    *,
+    create_graph: bool = False,
+) -> Sequence[Tensor | None]:
+    """Return the gradients of outputs with respect to inputs, and keep the graph."""
+    if user_code_may_run() and not create_graph:  # which may write on a solver's vector
+        cotangents = [x.clone() for x in cotangents]
+    one = InnerPass("matvec(u)", f"{root}, variable {{}}".format, inputs, below, cotangents)
+    options: Any = {"create_graph": create_graph, "retain_graph": True}
+    run = partial(inner_grads, outputs, inputs, cotangents, **options)
+    return one.guarded(run, create_graph=create_graph)
 
 
 def _or_zeros(grads: Sequence[Tensor | None], at: Tensors) -> Tensors:
     return [torch.zeros_like(x) if g is None else g for g, x in zip(grads, at, strict=True)]
 
 
-def _check_graph(loss: Tensor, at: Tensors) -> Subgraph:
-    below = Subgraph([loss] if loss.requires_grad else [])
-    eager_graph.refuse_nodes(map(type, below.nodes), "inner_loss")
-    refuse_wrong_derivative(lambda: "inner_loss", at, below, by_formula=True)
+def _check_graph(values: Tensors, at: Tensors, name: str) -> Subgraph:
+    below = Subgraph([x for x in values if x.requires_grad])
+    eager_graph.refuse_nodes(map(type, below.nodes), name)
+    if name == "inner_loss":
+        refuse_wrong_derivative(lambda: name, at, below, by_formula=True)
     if below.leaves.keys().isdisjoint(map(id, at)):
-        expected, got = "a loss that depends on params", "one that does not depend on them"
-        fix = "compute it from inner_loss's own arguments"
-        raise errors.UnreachedParamError(message("inner_loss", expected, got, fix))
+        expected, got = "a function of params", "one that does not depend on them"
+        fix = f"compute it from {name}'s own arguments"
+        raise errors.UnreachedParamError(message(name, expected, got, fix))
     return below
 
 
@@ -344,7 +435,7 @@ class _AtMinimum(torch.autograd.Function):
         if torch.is_grad_enabled():
             expected = "a first derivative of an implicit gradient"
             got = "one that is to be differentiated again"
-            fix = "leave out create_graph=True, or use unroll"
+            fix = "leave out create_graph=True, or differentiate the solver's steps, as unroll does"
             raise errors.UnsupportedGraphError(message("create_graph", expected, got, fix))
         minimum, outer = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
         needed = ctx.needs_input_grad[2 + ctx.count :]

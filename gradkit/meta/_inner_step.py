@@ -140,9 +140,12 @@ _ADVICE = {
         'pass it in outer, not inside a module: unroll(..., outer={"name": tensor}), which '
         'grad_transform(grads, outer, state) gets, too; or memory="store"',
     ),
-    "inner_loss": (
-        "a function of its arguments",
-        'pass it in outer, not inside a module: find(params, {"name": tensor})',
+    **dict.fromkeys(
+        ("inner_loss", "root", "fixed_point"),
+        (
+            "a function of its arguments",
+            'pass it in outer, not inside a module: find(params, {"name": tensor})',
+        ),
     ),
 }
 

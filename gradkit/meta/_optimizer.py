@@ -130,6 +130,7 @@ class Optimizer:
             which the rule gets a list.
         checks_ranges: Whether a number that torch.optim refuses raises `OptionError`: a negative
             one (but for `dampening`), or a beta of 1 or more. Tensors are not read.
+        ndim: How many dimensions a leaf must have to take a step; None: any number.
     """
 
     name: str
@@ -138,6 +139,7 @@ class Optimizer:
     rule: UpdateRule
     scalar_hyperparams: bool = False
     checks_ranges: bool = False
+    ndim: int | None = None
 
     def __post_init__(self) -> None:
         """Check the numbers among the hyper-parameters."""
@@ -230,12 +232,16 @@ def read_state(opt: Optimizer, state: object, leaves: Leaves, spec: Structure) -
 def _check_entries(opt: Optimizer, columns: StateLists, leaves: Leaves, spec: Structure) -> None:
     """Raise for an entry that is no count, and no tensor of its leaf's shape."""
     for name, column in columns.items():
-        is_count, is_optional = name == "step", opt.entries[name] is not torch.zeros_like
+        start = opt.entries[name]
+        is_count, is_optional = name == "step", start not in (torch.zeros_like, torch.clone)
         for index, (leaf, entry) in enumerate(zip(leaves, column, strict=True)):
             if leaf is None:
                 continue
             if isinstance(entry, Tensor):
                 fits = is_count or entry.shape == leaf.shape
+                if not fits and is_optional:  # one of another shape, such as the sums of rows
+                    fits = isinstance(of_start := start(leaf), Tensor)
+                    fits = fits and entry.shape == of_start.shape
             else:
                 fits = is_number(entry) if is_count else entry is None and is_optional
             if not fits:
@@ -253,6 +259,12 @@ def read_settings(
 ) -> dict[str, Any]:
     """Open and check hyper-parameters: those that are trees become lists like `leaves`."""
     settings = dict(hyper)
+    for index in moving:
+        if opt.ndim not in (None, leaves[index].dim()):
+            expected, fix = f"a {opt.ndim}-dimensional tensor", "None in place of its gradient, "
+            fix += f"and another optimizer for it: {opt.name} is for others"
+            where, got = pytree.path(spec, index, "params"), describe(leaves[index])
+            raise errors.StructureError(message(where, f"{expected} for {opt.name}", got, fix))
     for name, value in hyper.items():
         if opt.scalar_hyperparams and not isinstance(value, Mapping | list):
             continue
@@ -297,15 +309,22 @@ def _read_hyperparam(
     return values
 
 
+_NONNEGATIVE = (lambda x: x >= 0, "numbers of at least 0", "0.1")
+_RANGES: Mapping[str, tuple[Callable[[float], bool], str, str]] = {
+    "dampening": (lambda x: True, "any number", "0.1"),
+    "betas": (lambda x: 0 <= x < 1, "numbers of at least 0, below 1", "(0.9, 0.999)"),
+    "beta2_decay": (lambda x: x <= 0, "numbers of at most 0", "-0.8"),
+    "d": (lambda x: x >= 1, "numbers of at least 1", "1.0"),
+}
+
+
 def _check_ranges(hyper: Settings) -> None:
     """Raise for a number that torch.optim refuses; the value of a tensor is not read."""
     for name, value in hyper.items():
-        for number in pytree.flatten(value)[0] if name != "dampening" else ():
-            is_beta = name == "betas"
-            if is_number(number) and not (number >= 0 and (number < 1 or not is_beta)):
-                expected = "numbers of at least 0" + (", below 1" if is_beta else "")
-                fix = "betas=(0.9, 0.999)" if is_beta else f"{name}=0.1"
-                raise errors.OptionError(message(name, expected, repr(number), fix))
+        is_in_range, expected, example = _RANGES.get(name, _NONNEGATIVE)
+        for number in pytree.flatten(value)[0]:
+            if is_number(number) and not is_in_range(number):
+                raise errors.OptionError(message(name, expected, repr(number), f"{name}={example}"))
 
 
 def require_optimizer(opt: object) -> None:

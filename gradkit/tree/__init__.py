@@ -25,7 +25,7 @@ from gradkit.tree._arithmetic import (
 from gradkit.tree._in_place import add_, lerp_
 from gradkit.tree._norms import allclose, clip_by_global_norm, cosine, global_norm
 from gradkit.tree._per_loss import gram, to_matrix, weighted_sum
-from gradkit.tree._solvers import cg, neumann
+from gradkit.tree._solvers import cg, gmres, neumann
 
 __all__ = [
     "add",
@@ -36,6 +36,7 @@ __all__ = [
     "cosine",
     "dot",
     "global_norm",
+    "gmres",
     "gram",
     "lerp_",
     "map",

@@ -1,4 +1,4 @@
-"""Linear systems whose matrix is a function of trees: conjugate gradients, and a Neumann series."""
+"""Linear systems whose matrix is a function of trees: by conjugate gradients, GMRES and Neumann."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from gradkit._core.pytree import PyTree, Structure
 from gradkit.errors import OptionError, UnsupportedGraphError, message
 from gradkit.tree._arithmetic import Leaf, add, aligned_leaves, dot, scale, sub
 from gradkit.tree._norms import global_norm
+from gradkit.tree._per_loss import weighted_sum
 
 _POWER_ITERATIONS = 20
 
@@ -73,10 +74,7 @@ def cg(
         section 3; arguments as in `jax.scipy.sparse.linalg.cg`.
     """
     system = _read_system(matvec, b, tol, maxiter, damping)
-    x, r = scale(system.b, 0.0), system.b
-    if x0 is not None:
-        x = scale(system.leaves(x0, "x0"), 1 / system.unit)
-        r = sub(system.b, system.product(x))
+    x, r = system.start(x0)
     p, rr = r, dot(r, r)
     enough = tol**2 * dot(system.b, system.b)
     count = 0
@@ -89,6 +87,90 @@ def cg(
         p = add(r, scale(p, rr / before))
         count += 1
     return system.result(x, rr.sqrt(), count)
+
+
+def gmres(
+    matvec: Callable[[PyTree], PyTree],
+    b: PyTree,
+    *,
+    x0: PyTree = None,
+    tol: float = 1e-6,
+    maxiter: int = 100,
+    damping: float = 0.0,
+    restart: int = 50,
+) -> tuple[PyTree, SolveInfo]:
+    """Return the solution of a linear system, whose matrix need not be symmetric, by GMRES.
+
+    Example:
+        >>> import torch, gradkit
+        >>> matrix = torch.tensor([[0.0, 2.0], [-1.0, 1.0]])
+        >>> x, info = gradkit.tree.gmres(lambda v: matrix @ v, torch.tensor([2.0, 0.0]))
+        >>> x, info.iterations
+        (tensor([1., 1.]), 2)
+
+    Args:
+        matvec: Multiplies a tree like `b`, of real tensors, by the matrix, which is square.
+        b: As in `cg`.
+        x0: As in `cg`.
+        tol: As in `cg`.
+        maxiter: As in `cg`; a restart has one more product.
+        damping: As in `cg`.
+        restart: After so many steps, whose vectors are all kept, it begins again from there.
+
+    Returns:
+        `(x, info)`, as in `cg`, but `info.residual` is that of x itself. In exact arithmetic it
+        needs no more steps than x has elements, up to `restart`; if the matrix is singular and has
+        no solution for `b`, the residual stays large.
+
+    Raises:
+        OptionError: As in `cg`.
+        UnsupportedGraphError: As in `cg`.
+
+    Source:
+        Saad and Schultz 1986, "GMRES: A Generalized Minimal Residual Algorithm for Solving
+        Nonsymmetric Linear Systems", algorithm 4, https://doi.org/10.1137/0907058
+    """
+    system = _read_system(matvec, b, tol, maxiter, damping)
+    if not is_positive_int(restart):
+        raise OptionError(message("restart", "a positive int", repr(restart), "restart=50"))
+    x, r = system.start(x0)
+    left = global_norm(r)
+    enough = tol * global_norm(system.b)
+    count = 0
+    while count < maxiter and left > enough:
+        step, steps = _least_residual(system, r, min(restart, maxiter - count), enough)
+        x = add(x, step)
+        r = sub(system.b, system.product(x))
+        left = global_norm(r)
+        count += steps
+    return system.result(x, left, count)
+
+
+def _least_residual(
+    system: _System, r: list[Leaf], most: int, enough: Tensor
+) -> tuple[list[Leaf], int]:
+    """Return the step that leaves least of r, of some products of r by the matrix; their number."""
+    left = global_norm(r)
+    basis = [scale(r, 1 / left)]
+    # The matrix in this basis, by host: it is small, and has to be more exact than the leaves.
+    matrix, right = (torch.zeros(most + 1, n, dtype=torch.float64, device="cpu") for n in (most, 1))
+    right[0] = left.cpu()
+    for k in range(most):
+        w = system.product(basis[k])
+        for _ in range(2):  # a single subtraction leaves w less orthogonal than float32 allows
+            overlaps = torch.stack([dot(q, w) for q in basis])
+            w = sub(w, weighted_sum(basis, overlaps))
+            matrix[: k + 1, k] += overlaps.cpu()
+        matrix[k + 1, k] = length = global_norm(w).cpu()
+        if not matrix[:, k].isfinite().all():
+            return scale(r, float("nan")), k + 1
+        square = matrix[: k + 2, : k + 1]
+        y = torch.linalg.lstsq(square, right[: k + 2]).solution
+        is_enough = (square @ y - right[: k + 2]).norm() <= enough.cpu()
+        if is_enough or length <= 10 * torch.finfo(left.dtype).eps * matrix[:, k].norm():
+            break
+        basis.append(scale(w, 1 / length.to(left.device)))
+    return cast("list[Leaf]", weighted_sum(basis[: k + 1], y[:, 0].tolist())), k + 1
 
 
 def neumann(
@@ -164,6 +246,13 @@ class _System:
         """Return the matrix times a vector."""
         au = self.leaves(self.matvec(self.spec.unflatten(u)), "matvec(v)")
         return cast("list[Leaf]", add(au, scale(u, self.damping))) if self.damping else au
+
+    def start(self, x0: PyTree) -> tuple[list[Leaf], list[Leaf]]:
+        """Return the leaves of where to start, zero for None, and their residual."""
+        if x0 is None:
+            return scale(self.b, 0.0), self.b
+        x = scale(self.leaves(x0, "x0"), 1 / self.unit)
+        return x, cast("list[Leaf]", sub(self.b, self.product(x)))
 
     def leaves(self, tree: PyTree, name: str) -> list[Leaf]:
         """Return the leaves of a tree like the right-hand side."""

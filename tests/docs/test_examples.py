@@ -43,6 +43,7 @@ digits = load_example("per_sample_digits")
 maml = load_example("maml_sinusoid")
 fewshot = load_example("fewshot_digits")
 compiled = load_example("compiled_digits")
+deq = load_example("deq_digits")
 hyperparams = load_example("learn_hyperparams")
 ddp = load_example("multitask_ddp")
 shards = load_example("meta_sharded")
@@ -514,6 +515,31 @@ def test_start_that_is_no_better_fails(device: torch.device, after: float) -> No
     assert "3 steps add" in gain
     assert "MAML leads random" in lead
     assert "MAML leads nearest neighbour" in neighbour
+
+
+# --- deq_digits ----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_an_equilibrium_model_learns(
+    device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert deq.main(["--smoke", "--device", str(device), "--output", str(tmp_path)]) == 0
+    assert (tmp_path / "deq_digits.png").read_bytes().startswith(b"\x89PNG")
+    assert "is that of the iteration" in capsys.readouterr().out
+
+
+def test_the_gradient_of_an_equilibrium_is_that_of_its_iterations(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, params = deq.load(device), deq.initial(device)
+    x, y = (part[: deq.BATCH] for part in data[:2])
+    apart, few, many = deq.compare(params, x, y)
+    assert apart <= deq.CLOSE
+    assert 5 * few < many
+    short = gradkit.meta.implicit(deq.iterate, fixed_point=deq.layer, maxiter=2, warn=False)
+    monkeypatch.setattr(deq, "equilibrium", short)
+    assert deq.compare(params, x, y)[0] > deq.CLOSE
 
 
 # --- learn_hyperparams ---------------------------------------------------------------------------

@@ -26,6 +26,10 @@ OPTIMIZERS: dict[str, Callable[[], meta.Optimizer]] = {
     "rmsprop": lambda: meta.rmsprop(lr=0.01),
     "rmsprop, centered": lambda: meta.rmsprop(lr=0.01, momentum=0.9, centered=True),
     "from_torch": lambda: meta.from_torch(torch.optim.AdamW, lr=0.01),
+    "lion": lambda: meta.lion(lr=0.01, weight_decay=0.1),
+    "adafactor": lambda: meta.adafactor(lr=0.5, weight_decay=0.1),
+    "schedule_free_adamw": lambda: meta.schedule_free_adamw(lr=0.01, weight_decay=0.1),
+    "muon": lambda: meta.muon(lr=0.01),
 }
 
 
@@ -72,6 +76,7 @@ FEW = {"sgd, Nesterov", "adamw", "rmsprop, centered"}
             for name in OPTIMIZERS
         ),
         pytest.param("adam", False),
+        *(pytest.param(name, False, marks=pytest.mark.slow) for name in ("adafactor", "muon")),
     ],
 )
 def test_every_optimizer(device: torch.device, name: str, scheduled: bool) -> None:
@@ -86,6 +91,8 @@ def test_every_optimizer(device: torch.device, name: str, scheduled: bool) -> No
     def step(params: Any, buffers: Any, state: Any, rate: Tensor, x: Tensor, y: Tensor) -> Any:
         grads_of = func.value_and_grads(loss_of, has_aux=True, create_graph=False)
         (_, buffers), grads = grads_of(params, buffers, x, y)
+        if name == "muon":  # which takes matrices
+            grads = {key: grad if grad.ndim == 2 else None for key, grad in grads.items()}
         options: Any = {"lr": rate} if scheduled else {}
         params, state = opt.step(params, grads, state, **options)
         return params, buffers, state
