@@ -188,10 +188,13 @@ class Losses:
 
     leaves: list[Tensor]
     spec: Structure
+    root: str = "losses"  # the name of the tree in error messages
+    numbers: Sequence[int] | None = None  # of these leaves in the tree, if it has others
 
     def path(self, index: int) -> str:
         """Return the path of a loss: `losses['aux']`."""
-        return pytree.path(self.spec, index, "losses")
+        number = index if self.numbers is None else self.numbers[index]
+        return pytree.path(self.spec, number, self.root)
 
     def first_paths(self) -> str:
         """Return the paths of the first three losses, for an error that concerns all of them."""
