@@ -1,9 +1,10 @@
 """gradkit: the gradients you asked for, exactly, or an error that says why.
 
 `value_and_grads`, `per_loss_grads` and `simultaneous_grads` differentiate losses that have been
-computed, by any tree of parameters, and return trees of gradients; so does `vjp`, with cotangents
-of outputs of any shape. `safe_retain` keeps the gradients of intermediate tensors. `value_and_reduced_grads`, `gram`, `per_loss_norms`,
-`per_sample_norms` and `clipped_sum` return what is made of gradients that are freed as they arrive.
+computed, by any tree of parameters, and return trees of gradients; `vjp` differentiates outputs of
+any shape; `safe_retain` keeps the gradients of intermediate tensors. `value_and_reduced_grads`,
+`gram`, `per_loss_norms`, `per_sample_norms` and `clipped_sum` return what is made of gradients that
+are freed as they arrive.
 None of them touches `.grad`: that is for `gradkit.dotgrad`, which leads from these results to the
 `.grad` workflow and back. `gradkit.func` does the same for functions, over torch.func;
 `gradkit.meta` differentiates through training; `gradkit.distributed` is for several processes;

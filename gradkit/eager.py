@@ -386,33 +386,6 @@ def simultaneous_grads(
     return simultaneous_trees(result, each)
 
 
-@overload
-def vjp(
-    outputs: PyTree,
-    params: Tensor,
-    cotangents: PyTree,
-    *,
-    unused: Filled,
-    **options: Unpack[_Options],
-) -> Tensor: ...
-@overload
-def vjp(
-    outputs: PyTree,
-    params: Tensor,
-    cotangents: PyTree,
-    *,
-    unused: Unused = ...,
-    **options: Unpack[_Options],
-) -> Tensor | None: ...
-@overload
-def vjp(
-    outputs: PyTree,
-    params: PyTree,
-    cotangents: PyTree,
-    *,
-    unused: Unused = ...,
-    **options: Unpack[_Options],
-) -> PyTree: ...
 @disable_compile
 def vjp(
     outputs: PyTree,
@@ -425,8 +398,7 @@ def vjp(
 ) -> PyTree:
     """Return the vector-Jacobian product of tensors that have been computed, from one engine pass.
 
-    Bit for bit what `torch.autograd.grad(outputs, params, grad_outputs=cotangents)` gives. It can
-    be called in a hook, while another pass runs.
+    Bit for bit what `torch.autograd.grad(outputs, params, cotangents)` gives, also in a hook.
 
     Example:
         >>> import torch, gradkit
@@ -440,7 +412,7 @@ def vjp(
             carries a graph; the others are constants.
         params: As in `value_and_grads`.
         cotangents: A tree like `outputs`, of tensors with their shapes, dtypes and devices. None:
-            this output, or all of this branch, is left out, and may be anything.
+            this output, or branch, is left out, and may be anything.
         unused: As in `value_and_grads`.
         create_graph: Let the result carry a graph, to the params and to the cotangents.
         retain_graph: As in `value_and_grads`; True where the product is taken again.
@@ -461,24 +433,16 @@ def vjp(
     retain = read_pass_options(unused, create_graph, retain_graph)
     if create_graph and not torch.is_grad_enabled():
         mode = "inference_mode(False)" if torch.is_inference_mode_enabled() else "enable_grad()"
-        got = "True where torch records none: under no_grad or inference_mode, or in a hook"
+        got = "True, where gradients are disabled: under no_grad or inference_mode, or in a hook"
         fix = f"with torch.{mode}: gradkit.vjp(outputs, params, cotangents, create_graph=True)"
-        raise OptionError(message("create_graph", "False, or gradients enabled", got, fix))
+        raise OptionError(message("create_graph", "False", got, fix))
     if torch.is_inference_mode_enabled():
         with leave_inference_mode():
-            options: Any = {"unused": unused, "retain_graph": retain}
-            return vjp(outputs, params, cotangents, **options)
+            return vjp(outputs, params, cotangents, unused=unused, retain_graph=retain)
     asked, seeds = read_cotangents(outputs, cotangents, create_graph=create_graph)
     flat_params = read_params(params)
-    result = run_jointly(
-        asked,
-        flat_params,
-        None,
-        unused=unused,
-        create_graph=create_graph,
-        retain=retain,
-        cotangents=seeds,
-    )
+    kwargs: Any = {"unused": unused, "create_graph": create_graph, "retain": retain}
+    result = run_jointly(asked, flat_params, None, **kwargs, cotangents=seeds)
     if type(None) in map(type, result.grads[0]):
         require_reached(result.call, result.grads)
     return grads_to_tree(result.grads[0], flat_params, unused, create_graph)

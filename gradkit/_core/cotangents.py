@@ -15,13 +15,7 @@ from gradkit._core.graph import refuse_lost_history
 from gradkit._core.params import DIFFERENTIABLE
 from gradkit._core.pytree import PyTree
 from gradkit._core.user_code import user_code_may_run
-from gradkit.errors import (
-    LeafTypeError,
-    StructureError,
-    UnsupportedGraphError,
-    describe,
-    message,
-)
+from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError, describe, message
 
 
 def read_cotangents(
@@ -30,40 +24,34 @@ def read_cotangents(
     """Return the outputs whose cotangent is not None, and what a pass starts from at each."""
     leaves, spec = pytree.flatten(outputs)
     each, own_spec = pytree.flatten(cotangents)
-    if own_spec != spec:
-        count = len(_given(each))
-        each = pytree.broadcast_prefix(cotangents, "cotangents", outputs, "outputs", "None")
-        if len(_given(each)) > count:  # raises: one stands for several outputs
-            pytree.flatten_up_to(spec, "outputs", cotangents, "cotangents")
     numbers = _given(each)
+    if own_spec != spec:
+        each = pytree.broadcast_prefix(cotangents, "cotangents", outputs, "outputs", "None")
+        if len(_given(each)) > len(numbers):  # raises: one stands for several outputs
+            pytree.flatten_up_to(spec, "outputs", cotangents, "cotangents")
+        numbers = _given(each)
     if not numbers:
         got = "None for each" if each else "an empty tree"
         fix = "torch.ones_like(output) for the gradient of its sum"
         raise StructureError(message("cotangents", "a tensor for some output", got, fix))
     asked = Losses([leaves[index] for index in numbers], spec, "outputs", numbers)
-    given = [each[index] for index in numbers]
-    paths = Losses(given, spec, "cotangents", numbers)
-    for index, (output, cotangent) in enumerate(zip(asked.leaves, given, strict=True)):
-        if not isinstance(output, Tensor) or not _is_differentiable(output.dtype):
-            fix = "None in its place in cotangents leaves it out; the arguments are (outputs, "
-            fix += "params, cotangents), in this order"
+    given = Losses([each[index] for index in numbers], spec, "cotangents", numbers)
+    for index, (output, cotangent) in enumerate(zip(asked.leaves, given.leaves, strict=True)):
+        if not (isinstance(output, Tensor) and (output.is_floating_point() or output.is_complex())):
+            fix = "cotangents that have None there; the arguments are (outputs, params, cotangents)"
             got = describe(output)
             raise LeafTypeError(message(asked.path(index), DIFFERENTIABLE, got, fix))
         defect = _defect(cotangent, output, create_graph)
         if defect is not None:
             error, expected, fix = defect
-            where = f"{paths.path(index)}, for {asked.path(index)}"
+            where = f"{given.path(index)}, for {asked.path(index)}"
             raise error(message(where, expected, describe(cotangent), fix))
     refuse_lost_history(asked.leaves, asked.path)
-    return asked, [_seed(one, create_graph=create_graph) for one in given]
+    return asked, [_seed(one, create_graph=create_graph) for one in given.leaves]
 
 
 def _given(leaves: list[Any]) -> list[int]:
     return [index for index, leaf in enumerate(leaves) if leaf is not None]
-
-
-def _is_differentiable(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
 
 
 def _defect(cotangent: object, output: Tensor, create_graph: bool) -> Defect | None:
@@ -72,20 +60,18 @@ def _defect(cotangent: object, output: Tensor, create_graph: bool) -> Defect | N
         fix = "torch.ones_like(output), or another tensor like it; None leaves the output out"
         return LeafTypeError, "a tensor", fix
     if is_dtensor(output) is not is_dtensor(cotangent):
-        if is_dtensor(output):
-            fix = "distribute_tensor(cotangent, output.device_mesh, output.placements)"
-            return StructureError, "a DTensor", fix
-        return StructureError, "a plain tensor", "cotangent.full_tensor()"
+        expected = "a DTensor" if is_dtensor(output) else "a plain tensor"
+        fix = "distribute_tensor(cotangent, mesh, placements), or cotangent.full_tensor()"
+        return StructureError, expected, fix
     if not _same_shape(output, cotangent):
         fix = "cotangent.reshape(output.shape), or cotangent.expand_as(output)"
         return StructureError, describe(output), fix
     if output.dtype != cotangent.dtype or output.device != cotangent.device:
         return StructureError, describe(output), "cotangent.to(output)"
     if not create_graph and is_differentiated_tensor(cotangent):
-        expected = "one outside of torch.func's grad, vjp and jvp, which would take the result for "
-        expected += "a constant"
-        fix = "create_graph=True, so that it is differentiated, too"
-        return UnsupportedGraphError, expected, fix
+        expected = "one outside of torch.func's grad and jvp, which would take the result for a "
+        expected += "constant"
+        return UnsupportedGraphError, expected, "create_graph=True, which differentiates it, too"
     return None
 
 
@@ -102,6 +88,6 @@ def _seed(cotangent: Tensor, *, create_graph: bool) -> Tensor:
         return seed
     if seed.layout != torch.strided or seed.is_nested or 0 not in seed.stride():
         return seed.clone()
-    # An expanded one stays so: of another layout, torch would add up in another order.
+    # An expanded one stays so: for another layout, torch may add in another order.
     part = seed[tuple(slice(None if step else 1) for step in seed.stride())]
     return part.clone().expand_as(seed)
