@@ -8,7 +8,12 @@ import torch
 from torch import Tensor
 
 from gradkit._compat.distributed import is_dtensor
-from gradkit._compat.transforms import detach_keep_tangent, is_differentiated_tensor
+from gradkit._compat.transforms import (
+    carries_graph,
+    detach_keep_tangent,
+    in_dual_level,
+    is_differentiated_tensor,
+)
 from gradkit._core import pytree
 from gradkit._core.call import Defect, Losses
 from gradkit._core.graph import refuse_lost_history
@@ -86,7 +91,8 @@ def _seed(cotangent: Tensor, *, create_graph: bool) -> Tensor:
     seed = cotangent if create_graph else detach_keep_tangent(cotangent)
     if not (create_graph or user_code_may_run() or seed.is_inference() or seed._version):
         return seed
-    if seed.layout != torch.strided or seed.is_nested or 0 not in seed.stride():
+    is_plain = seed.layout == torch.strided and not (seed.is_nested or carries_graph(seed))
+    if not is_plain or in_dual_level() or 0 not in seed.stride():
         return seed.clone()
     # An expanded one stays so: for another layout, torch may add in another order.
     part = seed[tuple(slice(None if step else 1) for step in seed.stride())]
