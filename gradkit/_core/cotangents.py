@@ -89,7 +89,7 @@ def _same_shape(output: Tensor, cotangent: Tensor) -> bool:
 def _seed(cotangent: Tensor, *, create_graph: bool) -> Tensor:
     """Return what a pass may start from: a copy, where that could be returned or written on."""
     seed = cotangent if create_graph else detach_keep_tangent(cotangent)
-    if not (create_graph or user_code_may_run() or seed.is_inference() or seed._version):
+    if not (create_graph or user_code_may_run() or seed.is_inference()):
         return seed
     is_plain = seed.layout == torch.strided and not (seed.is_nested or carries_graph(seed))
     if not is_plain or in_dual_level() or 0 not in seed.stride():

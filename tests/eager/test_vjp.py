@@ -11,7 +11,7 @@ from unittest.mock import patch
 import optree
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -94,6 +94,11 @@ def test_it_is_autograd_grad_bit_for_bit_and_owned(
 
 
 @given(program=programs(ops=HOOKLESS, leaf_hooks=False), kinds=kinds, fresh=st.booleans())
+@example(
+    program=Program(0, ("plain",), (("add", 0, 0),), (("sum", 0),)),
+    kinds=["plain"] * 5,
+    fresh=False,
+)
 def test_intermediate_values_where_no_hook_was_ever_registered(
     device: torch.device, program: Program, kinds: list[str | None], fresh: bool
 ) -> None:
@@ -118,6 +123,18 @@ def test_intermediate_values_where_no_hook_was_ever_registered(
         if grad is not None:
             grad.add_(1)
     world.assert_unchanged()
+
+
+@pytest.mark.parametrize("strides", [(0, 1), (1, 0), (0, 0), (1, 129), (130, 2)])
+def test_a_cotangent_keeps_its_layout(device: torch.device, strides: tuple[int, int]) -> None:
+    """Of another layout, torch adds up in another order."""
+    layer, x = nn.Linear(33, 65).to(device), torch.randn(129, 33, device=device)
+    source = torch.randn(129 * 65 * 2, device=device)
+    for _ in range(8):
+        source, output = source.roll(1), layer(x)
+        seed = source.as_strided((129, 65), strides)
+        expected = torch.autograd.grad(output, [*layer.parameters()], seed, retain_graph=True)
+        assert_same_bits(gradkit.vjp(output, layer.parameters(), seed), expected)
 
 
 @given(program=programs(ops=(*OPS, *WRITING)), kinds=kinds)
