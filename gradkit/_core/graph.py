@@ -29,8 +29,8 @@ def edge(tensor: Tensor) -> GradientEdge:
         return get_gradient_edge(tensor)
     # Torch would take a view: not all have one, and in a transform, that of a leaf has no node.
     with torch.enable_grad(), INSIDE:
-        *_, copy = layers(tensor.clone())
-    return GradientEdge(cast("Any", copy.grad_fn).next_functions[0][0], 0)
+        nodes: Any = (layer.grad_fn for layer in layers(tensor.clone()))
+    return GradientEdge(next(filter(None, nodes)).next_functions[0][0], 0)
 
 
 def leaf_tensors(nodes: Iterable[Node]) -> dict[int, Tensor]:

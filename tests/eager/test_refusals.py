@@ -15,7 +15,13 @@ from torch.utils.checkpoint import checkpoint
 import gradkit
 from tests.helpers import assert_same_bits, same_bits, unchanged
 
-CALLS = [gradkit.value_and_grads, gradkit.per_loss_grads, gradkit.simultaneous_grads]
+
+def product(losses: Any, params: Any) -> Any:
+    cotangents = gradkit.tree.map(torch.ones_like, losses)
+    return gradkit.vjp({"losses": losses}, params, {"losses": cotangents})
+
+
+CALLS = [gradkit.value_and_grads, gradkit.per_loss_grads, gradkit.simultaneous_grads, product]
 
 
 @pytest.fixture
