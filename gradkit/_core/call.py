@@ -251,9 +251,10 @@ def _defect(loss: Any, scalar: bool, returned: bool) -> Defect | None:
         fix = "a loss for each part: list(loss.unbind())"
         return LeafTypeError, "a tensor whose elements can be counted", fix
     if scalar and loss.numel() != 1:
+        eager, pulled = "gradkit.vjp(loss, params, weights)", "gradkit.func.vjp(fn, params)"
         fix = (
             "loss.sum() or loss.mean(); with a weight for each element, (weights * loss).sum(), or "
-            "gradkit.func.vjp(fn, params) and its pull(weights); for the gradient of each element, "
+            f"{pulled if returned else eager}; for the gradient of each element, "
             "gradkit.per_loss_grads(losses, params)"
         )
         fix = _LOSSES_FIRST if isinstance(loss, nn.Parameter) else fix

@@ -56,7 +56,7 @@ EVERYTHING = ["module", "tensor", "accumulated", "stepped"]
 ROWS: dict[str, tuple[Call, list[str]]] = {
     "`loss.backward()`": (lambda loss, w: loss.backward(), EVERYTHING),
     "`backward_`": (lambda loss, w: gradkit.backward_(loss), EVERYTHING),
-    "`value_and_grads`, `simultaneous_grads`": (gradkit.value_and_grads, EVERYTHING[:2]),
+    "`value_and_grads`, `simultaneous_grads`, `vjp`": (gradkit.value_and_grads, EVERYTHING[:2]),
     "`per_loss_grads`": (
         lambda loss, w: gradkit.per_loss_grads([loss, loss], w),
         EVERYTHING[:2] * 2,
