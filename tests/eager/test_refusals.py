@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import gradkit
@@ -424,3 +425,18 @@ def test_a_mistake_is_named_with_the_call_that_works(device: torch.device, name:
     assert issubclass(error, gradkit.GradkitError)
     with pytest.raises(error, match=text):
         call()
+
+
+@pytest.mark.usefixtures("one_process")
+def test_cotangents_of_dtensors_are_dtensors() -> None:
+    mesh = dist.init_device_mesh("cpu", (1,))
+    w = DTensor.from_local(torch.ones(2, 3), mesh).requires_grad_()
+    seed = torch.full((2, 3), 5.0)
+    for output, cotangent, text in (
+        (w * 2, seed, r"expected a DTensor, got"),
+        ((w * 2).full_tensor(), DTensor.from_local(seed, mesh), r"expected a plain tensor, got"),
+    ):
+        with pytest.raises(gradkit.StructureError, match=text):
+            gradkit.vjp(output, w, cotangent)
+    grad = gradkit.vjp(w * 2, w, DTensor.from_local(seed, mesh))
+    assert torch.equal(grad.full_tensor(), 2 * seed)
