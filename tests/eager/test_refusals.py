@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -429,8 +430,8 @@ def test_a_mistake_is_named_with_the_call_that_works(device: torch.device, name:
 
 @pytest.mark.usefixtures("one_process")
 def test_cotangents_of_dtensors_are_dtensors() -> None:
-    mesh = dist.init_device_mesh("cpu", (1,))
-    w = DTensor.from_local(torch.ones(2, 3), mesh).requires_grad_()
+    mesh = init_device_mesh("cpu", (1,))
+    w: Any = DTensor.from_local(torch.ones(2, 3), mesh).requires_grad_()
     seed = torch.full((2, 3), 5.0)
     for output, cotangent, text in (
         (w * 2, seed, r"expected a DTensor, got"),

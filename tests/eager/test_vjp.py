@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -237,6 +238,14 @@ def test_trees_ties_and_outputs_that_are_not_asked_for(device: torch.device) -> 
     cotangents = {**cotangents, "more": [torch.ones_like(out), None, None]}
     grads = gradkit.vjp(outputs, layer, cotangents)
     torch.testing.assert_close(list(grads.values()), [3 * grad for grad in expected])
+
+
+@pytest.mark.parametrize("keys", [("a", "b"), (1, 2)])
+@pytest.mark.parametrize("kind", [dict, OrderedDict])
+def test_cotangents_match_by_key(device: torch.device, kind: Any, keys: tuple[Any, Any]) -> None:
+    x, (a, b) = torch.ones(2, device=device, requires_grad=True), keys
+    cotangents = kind([(b, torch.full_like(x, 10)), (a, torch.ones_like(x))])
+    assert gradkit.vjp({a: 2 * x, b: 3 * x}, x, cotangents).tolist() == [32, 32]
 
 
 def test_a_pass_is_one_call_of_the_engine(device: torch.device) -> None:
