@@ -429,10 +429,10 @@ def test_a_mistake_is_named_with_the_call_that_works(device: torch.device, name:
 
 
 @pytest.mark.usefixtures("one_process")
-def test_cotangents_of_dtensors_are_dtensors() -> None:
-    mesh = init_device_mesh("cpu", (1,))
-    w: Any = DTensor.from_local(torch.ones(2, 3), mesh).requires_grad_()
-    seed = torch.full((2, 3), 5.0)
+def test_cotangents_of_dtensors_are_dtensors(device: torch.device) -> None:
+    mesh = init_device_mesh(device.type, (1,))
+    w: Any = DTensor.from_local(torch.ones(2, 3, device=device), mesh).requires_grad_()
+    seed = torch.full((2, 3), 5.0, device=device)
     for output, cotangent, text in (
         (w * 2, seed, r"expected a DTensor, got"),
         ((w * 2).full_tensor(), DTensor.from_local(seed, mesh), r"expected a plain tensor, got"),
