@@ -1,9 +1,10 @@
 """gradkit: the gradients you asked for, exactly, or an error that says why.
 
 `value_and_grads`, `per_loss_grads` and `simultaneous_grads` differentiate losses that have been
-computed, by any tree of parameters, and return trees of gradients; `safe_retain` keeps the
-gradients of intermediate tensors. `value_and_reduced_grads`, `gram`, `per_loss_norms`,
-`per_sample_norms` and `clipped_sum` return what is made of gradients that are freed as they arrive.
+computed, by any tree of parameters, and return trees of gradients; `vjp` differentiates outputs of
+any shape; `safe_retain` keeps the gradients of intermediate tensors. `value_and_reduced_grads`,
+`gram`, `per_loss_norms`, `per_sample_norms` and `clipped_sum` return what is made of gradients that
+are freed as they arrive.
 None of them touches `.grad`: that is for `gradkit.dotgrad`, which leads from these results to the
 `.grad` workflow and back. `gradkit.func` does the same for functions, over torch.func;
 `gradkit.meta` differentiates through training; `gradkit.distributed` is for several processes;
@@ -28,7 +29,7 @@ from gradkit.dotgrad import (
     step_,
     write_grads_,
 )
-from gradkit.eager import per_loss_grads, simultaneous_grads, value_and_grads
+from gradkit.eager import per_loss_grads, simultaneous_grads, value_and_grads, vjp
 from gradkit.errors import (
     CollectiveError,
     DetachedLossError,
@@ -96,6 +97,7 @@ __all__ = [
     "tree",
     "value_and_grads",
     "value_and_reduced_grads",
+    "vjp",
     "write_grads_",
 ]
 

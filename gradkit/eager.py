@@ -28,11 +28,13 @@ from gradkit._core.call import (
     read_losses,
     read_pass_options,
 )
+from gradkit._core.cotangents import read_cotangents
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.params import read_params
 from gradkit._core.pytree import PyTree
+from gradkit.errors import OptionError, message
 
-__all__ = ["per_loss_grads", "simultaneous_grads", "value_and_grads"]
+__all__ = ["per_loss_grads", "simultaneous_grads", "value_and_grads", "vjp"]
 
 K = TypeVar("K")
 L = TypeVar("L")
@@ -382,3 +384,65 @@ def simultaneous_grads(
     result = run_simultaneously(read, each, unused, create_graph, retain)
     require_reached(result.call, result.grads)
     return simultaneous_trees(result, each)
+
+
+@disable_compile
+def vjp(
+    outputs: PyTree,
+    params: PyTree,
+    cotangents: PyTree,
+    *,
+    unused: Unused = "none",
+    create_graph: bool = False,
+    retain_graph: bool | None = None,
+) -> PyTree:
+    """Return the vector-Jacobian product of tensors that have been computed, from one engine pass.
+
+    Bit for bit what `torch.autograd.grad(outputs, params, cotangents)` gives, also in a hook.
+
+    Example:
+        >>> import torch, gradkit
+        >>> w = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> outputs = {"squares": w * w, "sum": w.sum()}
+        >>> gradkit.vjp(outputs, w, {"squares": torch.tensor([1.0, 10.0]), "sum": None})
+        tensor([ 2., 40.])
+
+    Args:
+        outputs: A tree of floating-point or complex tensors of any shape, at least one of which
+            carries a graph; the others are constants.
+        params: As in `value_and_grads`.
+        cotangents: A tree like `outputs`, of tensors with their shapes, dtypes and devices. None:
+            this output, or branch, is left out, and may be anything.
+        unused: As in `value_and_grads`.
+        create_graph: Let the result carry a graph, to the params and to the cotangents.
+        retain_graph: As in `value_and_grads`; True where the product is taken again.
+
+    Returns:
+        A tree like `params`, its leaves as those of the gradients in `value_and_grads`; for complex
+        tensors, the conjugate, as torch has it.
+
+    Raises:
+        LeafTypeError: An output has no gradient, or a cotangent is no tensor.
+        OptionError: `create_graph` where gradients are disabled.
+        StructureError: A cotangent is not like its output, or all are None.
+        GradkitError: As in `value_and_grads`, but for `NotScalarLossError`.
+
+    Source:
+        https://pytorch.org/docs/stable/generated/torch.autograd.grad.html
+    """
+    retain = read_pass_options(unused, create_graph, retain_graph)
+    if create_graph and not torch.is_grad_enabled():
+        mode = "inference_mode(False)" if torch.is_inference_mode_enabled() else "enable_grad()"
+        got = "True, where gradients are disabled: under no_grad or inference_mode, or in a hook"
+        fix = f"with torch.{mode}: gradkit.vjp(outputs, params, cotangents, create_graph=True)"
+        raise OptionError(message("create_graph", "False", got, fix))
+    if torch.is_inference_mode_enabled():
+        with leave_inference_mode():
+            return vjp(outputs, params, cotangents, unused=unused, retain_graph=retain)
+    asked, seeds = read_cotangents(outputs, cotangents, create_graph=create_graph)
+    flat_params = read_params(params)
+    kwargs: Any = {"unused": unused, "create_graph": create_graph, "retain": retain}
+    result = run_jointly(asked, flat_params, None, **kwargs, cotangents=seeds)
+    if type(None) in map(type, result.grads[0]):
+        require_reached(result.call, result.grads)
+    return grads_to_tree(result.grads[0], flat_params, unused, create_graph)

@@ -13,8 +13,9 @@ import gradkit
 from gradkit import errors
 
 NAMES = {
-    "value_and_grads", "per_loss_grads", "simultaneous_grads", "safe_retain", "combine", "checked",
-    "gram", "per_loss_norms", "per_sample_norms", "clipped_sum", "value_and_reduced_grads", "tree",
+    "value_and_grads", "per_loss_grads", "simultaneous_grads", "vjp", "safe_retain", "combine",
+    "checked", "gram", "per_loss_norms", "per_sample_norms", "clipped_sum",
+    "value_and_reduced_grads", "tree",
     "errors", "dotgrad", "func", "meta", "distributed", "report", "read_grads", "write_grads_",
     "add_grads_", "clear_grads_", "backward_", "capture_grads", "step_", "minimize_",
     *errors.__all__,

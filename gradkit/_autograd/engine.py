@@ -296,7 +296,8 @@ def own_roots(outputs: Sequence[Tensor], begin: Callable[[int], None]) -> Iterat
 
     with undo_stack() as stack:
         with torch.enable_grad(), INSIDE:
-            roots = [output.view_as(output) for output in outputs]
+            # The engine runs the newest first: in this order, as without views, it adds them up.
+            roots = [output.view_as(output) for output in reversed(outputs)][::-1]
         for root in roots:
             stack.callback(user_code.register_own_hook(root, begin_pass).remove)
         if COMPILED_AUTOGRAD in sys.modules:  # which would trace the hooks, to run at another time

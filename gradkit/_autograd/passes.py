@@ -294,10 +294,11 @@ def run_jointly(
     retain: bool,
     allowed: Collection[str] = (),
     runner: RunnerFactory = PassRunner,
+    cotangents: Sequence[Tensor] = (),
 ) -> PassResult:
-    """Run one pass for the weighted sum of the losses."""
+    """Run one pass for the weighted sum of the losses, or of tensors that have these cotangents."""
     outputs: Sequence[Tensor] = losses.leaves
-    seeds: list[Tensor | None] = [None] * len(outputs)  # None is one
+    seeds: list[Tensor | None] = [*cotangents] or [None] * len(outputs)  # None is one
     learned: Sequence[Tensor] = ()
     if weights is not None:
         outputs, seeds, learned = weighted_outputs(losses, weights)
@@ -312,7 +313,8 @@ def run_jointly(
         outputs = [outputs[i] for i in group]
         seeds = [seeds[i] for i in group]
     grads = runner(call).grads(outputs, seeds, params.variables, retain=retain)
-    return PassResult(call, [grads], values_of(losses, create_graph))
+    values = None if cotangents else values_of(losses, create_graph)
+    return PassResult(call, [grads], values)
 
 
 def weighted_outputs(

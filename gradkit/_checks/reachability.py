@@ -190,8 +190,8 @@ def unreached_message(losses: Losses, passes: Sequence[Pass], variable: int) -> 
     if not any(root.requires_grad for root in roots):
         got, fix = "none: the loss is a constant", "leave it out, or allow it: unused='none'"
     elif all(root.grad_fn is None for root in roots):
-        got = "none: the losses are leaf tensors, such as parameters"
-        fix = "the arguments are (losses, params), in this order: pass the loss first"
+        got = f"none: the {losses.root} are leaf tensors, such as parameters"
+        fix = f"the arguments are ({losses.root}, params), in this order: pass the loss first"
     else:
         got, fix = _CUT, "compute the losses from these very tensors, or leave them out of params"
     return message(where, f"a path from {_names(losses, passes)}", got, fix)

@@ -188,10 +188,13 @@ class Losses:
 
     leaves: list[Tensor]
     spec: Structure
+    root: str = "losses"  # the name of the tree in error messages
+    numbers: Sequence[int] | None = None  # of these leaves in the tree, if it has others
 
     def path(self, index: int) -> str:
         """Return the path of a loss: `losses['aux']`."""
-        return pytree.path(self.spec, index, "losses")
+        number = index if self.numbers is None else self.numbers[index]
+        return pytree.path(self.spec, number, self.root)
 
     def first_paths(self) -> str:
         """Return the paths of the first three losses, for an error that concerns all of them."""
@@ -248,9 +251,10 @@ def _defect(loss: Any, scalar: bool, returned: bool) -> Defect | None:
         fix = "a loss for each part: list(loss.unbind())"
         return LeafTypeError, "a tensor whose elements can be counted", fix
     if scalar and loss.numel() != 1:
+        eager, pulled = "gradkit.vjp(loss, params, weights)", "gradkit.func.vjp(fn, params)"
         fix = (
             "loss.sum() or loss.mean(); with a weight for each element, (weights * loss).sum(), or "
-            "gradkit.func.vjp(fn, params) and its pull(weights); for the gradient of each element, "
+            f"{pulled if returned else eager}; for the gradient of each element, "
             "gradkit.per_loss_grads(losses, params)"
         )
         fix = _LOSSES_FIRST if isinstance(loss, nn.Parameter) else fix

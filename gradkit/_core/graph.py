@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from gradkit._compat.autograd import AccumulateGrad, sequence_number
 from gradkit._compat.nodes import has_released, saved_names
+from gradkit._compat.transforms import layers, transforms
 from gradkit._compat.undoing import INSIDE
 from gradkit.errors import UnsupportedGraphError, message
 
@@ -24,11 +25,12 @@ from gradkit.errors import UnsupportedGraphError, message
 def edge(tensor: Tensor) -> GradientEdge:
     """Return the edge of the graph at which the gradient of a tensor arrives."""
     has_views = tensor.layout == torch.strided and not tensor.is_nested
-    if has_views or tensor.grad_fn is not None:
+    if (has_views and not transforms()) or tensor.grad_fn is not None:
         return get_gradient_edge(tensor)
-    with torch.enable_grad(), INSIDE:  # torch would take a view, which others do not have
-        copy = cast("Any", tensor.clone().grad_fn)
-    return GradientEdge(copy.next_functions[0][0], 0)
+    # Torch would take a view: not all have one, and in a transform, that of a leaf has no node.
+    with torch.enable_grad(), INSIDE:
+        nodes: Any = (layer.grad_fn for layer in layers(tensor.clone()))
+    return GradientEdge(next(filter(None, nodes)).next_functions[0][0], 0)
 
 
 def leaf_tensors(nodes: Iterable[Node]) -> dict[int, Tensor]:

@@ -174,7 +174,9 @@ def flatten_up_to(spec: optree.PyTreeSpec, spec_root: str, tree: PyTree, root: s
     return subtrees
 
 
-def broadcast_prefix(prefix: PyTree, prefix_root: str, tree: PyTree, root: str) -> list[Any]:
+def broadcast_prefix(
+    prefix: PyTree, prefix_root: str, tree: PyTree, root: str, value: str = "one value"
+) -> list[Any]:
     """Return the leaves of `prefix`, each repeated for the leaves of `tree` below it."""
     values, prefix_spec = flatten(prefix)
     spec = flatten(tree)[1]
@@ -190,7 +192,7 @@ def broadcast_prefix(prefix: PyTree, prefix_root: str, tree: PyTree, root: str) 
     except (ValueError, TypeError) as error:
         expected, got = Subtree(root, spec), Subtree(prefix_root, prefix_spec, values)
         fallback = f"a prefix of the structure of {root}", str(error)
-        fix = f"give {prefix_root} the containers and keys of {root}, or one value for a branch"
+        fix = f"give {prefix_root} the containers and keys of {root}, or {value} for a branch"
         raise mismatch(expected, got, fallback, fix, prefix=True) from None
 
 

@@ -106,6 +106,9 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "simultaneous_grads": lambda loss, x: gradkit.simultaneous_grads(
         {"x": loss}, {"x": x}, create_graph=True
     ),
+    "vjp": lambda losses, x: gradkit.vjp(
+        {"losses": losses}, x, {"losses": torch.ones_like(losses)}, create_graph=True
+    ),
     "backward_": lambda loss, x: gradkit.backward_(loss, x, create_graph=True),
     "backward_ to all leaves": lambda loss, x: gradkit.backward_(loss, create_graph=True),
 }

@@ -27,6 +27,7 @@ CALLS: dict[str, Callable[[Tensor, Any], object]] = {
     "value_and_reduced_grads": lambda loss, params: gradkit.value_and_reduced_grads(
         loss, params, torch.sum
     ),
+    "vjp": lambda loss, params: gradkit.vjp(loss, params, torch.ones_like(loss)),
     "gram": lambda loss, params: gradkit.gram([loss, 2 * loss], params),
     "per_loss_norms": gradkit.per_loss_norms,
     "per_sample_norms": lambda loss, params: gradkit.per_sample_norms(loss.expand(3), params),

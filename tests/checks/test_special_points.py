@@ -58,6 +58,7 @@ LOOKING: dict[str, Call] = {
     "per_loss_grads": lambda y, x: gradkit.per_loss_grads([y, 2 * y], x)[0],
     "simultaneous_grads": lambda y, x: gradkit.simultaneous_grads([y, y * 1], [x, x])[0],
     "unused='error'": lambda y, x: gradkit.value_and_grads(y, x, unused="error")[1],
+    "vjp": lambda y, x: gradkit.vjp([y, y], x, [torch.ones_like(y), None], unused="error"),
 }
 
 

@@ -158,6 +158,12 @@ def players(task: Task) -> Call:
     return lambda: gradkit.simultaneous_grads(losses, params)
 
 
+def product(task: Task) -> Call:
+    losses = task.vector_losses()
+    cotangents = {name: torch.ones_like(loss) for name, loss in losses.items()}
+    return lambda: gradkit.vjp(losses, task.model, cotangents)
+
+
 def retained(task: Task) -> Call:
     def run() -> None:
         with gradkit.safe_retain(task.model, names=["body.*"]) as acts:
@@ -286,6 +292,7 @@ CALLS: dict[str, Prepare] = {
     "per_loss_grads, sequential, vectors": separate("sequential", vector=True),
     "per_loss_grads, batched, vectors": separate("batched", vector=True),
     "simultaneous_grads": players,
+    "vjp": product,
     "safe_retain": retained,
     "capture_grads": captured,
     "dotgrad": dot_grad,

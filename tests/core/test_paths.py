@@ -91,6 +91,7 @@ CALLS: dict[str, Callable[[Params], Any]] = {
     "simultaneous_grads": lambda p: gradkit.simultaneous_grads(
         losses_of(p), {"cubes": p, "squares": p}
     ),
+    "vjp": lambda p: gradkit.vjp(rows_of(p), p, torch.ones_like(rows_of(p))),
     "combine": lambda p: gradkit.combine(gradkit.per_loss_grads(losses_of(p), p), torch.ones(2)),
     "gram": lambda p: gradkit.gram(losses_of(p), p),
     "per_loss_norms": lambda p: gradkit.per_loss_norms(losses_of(p), p),

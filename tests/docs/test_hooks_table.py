@@ -56,7 +56,7 @@ EVERYTHING = ["module", "tensor", "accumulated", "stepped"]
 ROWS: dict[str, tuple[Call, list[str]]] = {
     "`loss.backward()`": (lambda loss, w: loss.backward(), EVERYTHING),
     "`backward_`": (lambda loss, w: gradkit.backward_(loss), EVERYTHING),
-    "`value_and_grads`, `simultaneous_grads`": (gradkit.value_and_grads, EVERYTHING[:2]),
+    "`value_and_grads`, `simultaneous_grads`, `vjp`": (gradkit.value_and_grads, EVERYTHING[:2]),
     "`per_loss_grads`": (
         lambda loss, w: gradkit.per_loss_grads([loss, loss], w),
         EVERYTHING[:2] * 2,
@@ -79,8 +79,13 @@ def test_a_row_says_which_hooks_run(name: str) -> None:
     assert said == [name in expected for name in names]
 
 
-def test_simultaneous_grads_are_as_value_and_grads() -> None:
-    assert hooks_of(gradkit.simultaneous_grads) == EVERYTHING[:2]
+def product(loss: Tensor, weight: Tensor) -> None:
+    gradkit.vjp(loss, weight, torch.ones_like(loss))
+
+
+@pytest.mark.parametrize("call", [gradkit.simultaneous_grads, product])
+def test_further_calls_are_as_value_and_grads(call: Call) -> None:
+    assert hooks_of(call) == EVERYTHING[:2]
 
 
 def test_add_grads_with_hooks_runs_those_of_leaves_or_raises() -> None:

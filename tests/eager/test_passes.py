@@ -530,6 +530,9 @@ COUNTED: dict[str, Callable[[dict[str, Tensor], Any], object]] = {
         torch.stack([*losses.values()]), nets
     ),
     "simultaneous_grads": lambda losses, nets: gradkit.simultaneous_grads(losses, nets),
+    "vjp": lambda losses, nets: gradkit.vjp(
+        losses, nets, {key: torch.ones_like(loss) for key, loss in losses.items()}
+    ),
 }
 
 

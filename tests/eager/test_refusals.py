@@ -10,12 +10,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import gradkit
 from tests.helpers import assert_same_bits, same_bits, unchanged
 
-CALLS = [gradkit.value_and_grads, gradkit.per_loss_grads, gradkit.simultaneous_grads]
+
+def product(losses: Any, params: Any) -> Any:
+    cotangents = gradkit.tree.map(torch.ones_like, losses)
+    return gradkit.vjp({"losses": losses}, params, {"losses": cotangents})
+
+
+CALLS = [gradkit.value_and_grads, gradkit.per_loss_grads, gradkit.simultaneous_grads, product]
 
 
 @pytest.fixture
@@ -418,3 +426,18 @@ def test_a_mistake_is_named_with_the_call_that_works(device: torch.device, name:
     assert issubclass(error, gradkit.GradkitError)
     with pytest.raises(error, match=text):
         call()
+
+
+@pytest.mark.usefixtures("one_process")
+def test_cotangents_of_dtensors_are_dtensors(device: torch.device) -> None:
+    mesh = init_device_mesh(device.type, (1,))
+    w: Any = DTensor.from_local(torch.ones(2, 3, device=device), mesh).requires_grad_()
+    seed = torch.full((2, 3), 5.0, device=device)
+    for output, cotangent, text in (
+        (w * 2, seed, r"expected a DTensor, got"),
+        ((w * 2).full_tensor(), DTensor.from_local(seed, mesh), r"expected a plain tensor, got"),
+    ):
+        with pytest.raises(gradkit.StructureError, match=text):
+            gradkit.vjp(output, w, cotangent)
+    grad = gradkit.vjp(w * 2, w, DTensor.from_local(seed, mesh))
+    assert torch.equal(grad.full_tensor(), 2 * seed)

@@ -111,6 +111,7 @@ def test_a_hook_that_changes_its_gradient_in_place_spoils_no_sibling(
             [(params[0] * 2).sum() + (params[1] * 2).sum(), loss], params
         )[1],
         lambda loss, params: gradkit.simultaneous_grads([loss], [params])[0],
+        lambda loss, params: gradkit.vjp(loss, params, torch.ones_like(loss)),
     ):
         loss, *params = build()
         if kind == "leaf":

@@ -720,6 +720,11 @@ def simultaneous(s: Setting) -> Any:
     return gradkit.simultaneous_grads(two(s), {"fit": weight, "size": rest})
 
 
+def product(s: Setting) -> Any:
+    out = s.net(s.x)
+    return gradkit.vjp({"out": out}, s.module, {"out": torch.ones_like(out)})
+
+
 ROWS: dict[str, Callable[[Setting], Any]] = {
     "`value_and_grads`": lambda s: gradkit.value_and_grads(two(s), s.module),
     "`value_and_grads`, `create_graph=True`": twice,
@@ -731,6 +736,7 @@ ROWS: dict[str, Callable[[Setting], Any]] = {
         vector(s), s.module, strategy="auto"
     ),
     "`simultaneous_grads`": simultaneous,
+    "`vjp`": product,
     "`safe_retain` of tensors": retained,
     "`safe_retain` of modules": retained_of_modules,
     "`backward_`": lambda s: gradkit.backward_(two(s)),
@@ -766,6 +772,7 @@ TABLE: dict[str, tuple[str, str, str, str, str]] = {
     '`per_loss_grads`, `strategy="batched"`': (WARNS, REFUSED, WARNS, NO, NO),
     '`per_loss_grads`, `strategy="auto"`': (OK, REFUSED, OK, NO, NO),
     "`simultaneous_grads`": (OK, REFUSED, OK, NO, NO),
+    "`vjp`": (OK, OK, OK, NO, NO),
     "`safe_retain` of tensors": (OK, OK, OK, NO, NO),
     "`safe_retain` of modules": (OK, REFUSED, OK, NO, NO),
     "`backward_`": (OK, OK, OK, NO, NO),

@@ -152,6 +152,37 @@ def joint(case: Case, rng: Random) -> None:
         assert_same_bits(ours.kept, theirs.kept)
 
 
+def product(case: Case, rng: Random) -> None:
+    """A product with cotangents of values and losses is `.backward()` with these, bit for bit."""
+    seed, chosen = rng.randrange(1 << 16), [rng.random() < 0.5 for _ in range(30)]
+
+    def roots(graph: Graph) -> tuple[list[Tensor], list[Tensor]]:
+        source = torch.Generator().manual_seed(seed)
+        every = zip((*graph.losses, *graph.values), chosen, strict=False)
+        outputs = [x for x, is_chosen in every if is_chosen and x.requires_grad]
+        outputs = outputs or graph.losses[:1]
+        seeds = [torch.randn(x.shape, generator=source, dtype=x.dtype) for x in outputs]
+        return outputs, [y[..., :1].expand_as(y) if y.dim() and y.sum() > 0 else y for y in seeds]
+
+    ours = case.build()
+    theirs, raised = oracle(lambda: backward(case, roots))
+    expected = [leaf.grad for leaf in theirs.leaves] if theirs else []
+    outputs, seeds = roots(ours)
+    retain = rng.choice((None, True))
+    call = lambda: gradkit.vjp(outputs, ours.leaves, seeds, retain_graph=retain)  # noqa: E731
+    if theirs:
+        require_reached(expected, call)
+    with hookless(case, rng), unchanged(*ours.leaves, *outputs, *seeds), gradkit_runs(case, raised):
+        grads = call()
+    assert_as_backward(case, roots, grads, expected)
+    assert_owned(grads, ours.leaves)
+    assert_laid_out(grads, expected)
+    with unchanged(*seeds):
+        for grad in grads:
+            if grad is not None:
+                grad.zero_()
+
+
 def assert_laid_out(grads: Grads, expected: Grads) -> None:
     for grad, reference in zip(grads, expected, strict=True):
         strided = grad is not None and grad.layout == torch.strided

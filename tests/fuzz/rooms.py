@@ -15,7 +15,7 @@ from tests.strategies import HOOKLESS, OPS, WRITING
 
 Room: TypeAlias = Callable[[Random], None]  # returns if right, raises Refused, or anything if wrong
 SMOOTH = calls.SMOOTH
-LAWS: tuple[Law, ...] = (laws.joint, laws.per_loss, laws.batched, laws.second)
+LAWS: tuple[Law, ...] = (laws.joint, laws.product, laws.per_loss, laws.batched, laws.second)
 
 
 def clean(law: Law) -> Room:
@@ -72,6 +72,7 @@ def checked_writes(rng: Random) -> None:
 CALLING = {"hook": Op(hooks.hook_calls_gradkit), **functions.REENTRANT}
 ROOMS: dict[str, Room] = {
     "joint": clean(laws.joint),
+    "products": clean(laws.product),
     "per loss": clean(laws.per_loss),
     "batched": clean(laws.batched),
     "second order": clean(laws.second),

@@ -36,7 +36,7 @@ SCALED_CLIP = (
     "gradkit.step_(..., scaler=scaler, max_norm=...)"
 )
 CREATE_GRAPH = "gradkit.value_and_grads(loss, model, create_graph=True)"
-WEIGHTED = "gradkit.value_and_grads(loss, model, weights=...), or sum the loss first"
+WEIGHTED = "gradkit.vjp(loss, model, gradient); or gradkit.value_and_grads(..., weights=...)"
 ONE_OPTIMIZER = (
     "_, grads = gradkit.value_and_grads(loss, [opt_a, opt_b]), then "
     "gradkit.step_(opt_a, opt_a, grads[0]) and gradkit.step_(opt_b, opt_b, grads[1])"
