@@ -31,6 +31,7 @@ from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._state.grad_attribute import grads_put_back, set_grads
 from gradkit._state.recomputed_tensors import recompute_hooks, recomputed_tensor_sources
 from gradkit._torch_bugs.missing import missing_derivative
+from gradkit._torch_bugs.node_formulas import differentiated_by_formula, holds_formulas
 from gradkit.errors import FreedGraphError, UnsupportedGraphError, message
 
 
@@ -70,9 +71,9 @@ def run_grad(
 
 @contextmanager
 def recording(call: Call) -> Iterator[None]:
-    """Run passes whose gradients get a graph: with what is recomputed, and Functions in it."""
-    users = call.functions.users
-    with recompute_hooks(), _refuse_undifferentiable(call) if users else INSIDE, INSIDE:
+    """Run passes whose gradients get a graph: of what is recomputed, of Functions, of formulas."""
+    functions = _refuse_undifferentiable(call) if call.functions.users else INSIDE
+    with recompute_hooks(), functions, differentiated_by_formula(call.whole), INSIDE:
         yield
 
 
@@ -113,8 +114,10 @@ def run_backward(
     retain_graph: bool,
 ) -> None:
     """Accumulate the gradient of a weighted sum of outputs into `.grad` of some, or all, leaves."""
-    restoring = call.create_graph and call.functions.users
-    with _grads_restored_on_error(call) if restoring else INSIDE:
+    by_formula = call.create_graph and holds_formulas(call.whole)
+    restoring = by_formula or (call.create_graph and call.functions.users)
+    formulas = differentiated_by_formula(call.whole) if by_formula else INSIDE
+    with _grads_restored_on_error(call) if restoring else INSIDE, formulas, INSIDE:
         try:
             options = retain_graph, call.create_graph
             torch.autograd.backward(outputs, seeds, *options, inputs=variables)

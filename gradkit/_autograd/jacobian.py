@@ -20,6 +20,7 @@ from gradkit._core.graph import Subgraph
 from gradkit._core.leaf_arithmetic import uncompressed
 from gradkit._core.ownership import PLAIN_TYPES, empty_for, zeros_for
 from gradkit._core.params import Params
+from gradkit._torch_bugs.node_formulas import holds_formulas
 from gradkit.errors import GradkitError, UnsupportedGraphError, first_line, message, warn_fallback
 
 # What the engine's batched mode gets wrong, or cannot do [G1, G6].
@@ -58,6 +59,8 @@ def choose(strategy: str, call: Call) -> set[int]:
         variables = call.passes[0].params.variables
         if loss.retains_grad or any(v.grad_fn is not None for v in variables):
             return _NO_LEAF
+        if call.create_graph and holds_formulas(below(loss)):
+            return "the formula that torch has no derivative for is differentiated pass by pass"
         return why_not_batched(below(loss))
 
     batch = losses_to_batch(strategy, losses, why_not, below)

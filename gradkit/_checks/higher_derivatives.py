@@ -105,11 +105,7 @@ def may_be_wrong(kinds: Iterable[type]) -> bool:
 
 
 def refuse_wrong_derivative(
-    where: Callable[[], str],
-    variables: Sequence[Tensor],
-    below: Subgraph,
-    *,
-    by_formula: bool = False,
+    where: Callable[[], str], variables: Sequence[Tensor], below: Subgraph
 ) -> None:
     """Raise if a pass executes a node whose derivative torch gets wrong, drops, or lacks."""
     once = set(filter(_is_once_differentiable, user_functions(below.kinds)))
@@ -120,7 +116,7 @@ def refuse_wrong_derivative(
     nodes = {
         kind_of_node(node): type(node)
         for node in leading
-        if not (by_formula and has_formula(node))  # by which `InnerPass` differentiates
+        if not has_formula(node)  # by which the pass is differentiated
     }
     for name, kind in sorted(nodes.items()):
         if kind in once:

@@ -15,11 +15,12 @@ from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
 from gradkit._compat.nodes import saved, saved_ints, saved_or
-from gradkit._compat.transforms import without_default_hooks
-from gradkit._compat.undoing import undone
+from gradkit._compat.transforms import transforms, without_default_hooks
+from gradkit._compat.undoing import INSIDE, undone
 from gradkit._core.graph import Subgraph
-from gradkit._core.user_code import Cotangents, register_own_hooks, remove_hooks
+from gradkit._core.user_code import Cotangents, hooks_registered, register_own_hooks, remove_hooks
 from gradkit._torch_bugs.formulas import logcumsumexp, weight_norm
+from gradkit.errors import UnsupportedGraphError, message
 
 Formula: TypeAlias = Callable[..., Tensor]
 # A formula, and the tensors that it is of: first those that the node's gradients belong to.
@@ -92,12 +93,28 @@ def _by_formula(node: Any, grads: Cotangents, cotangents: Cotangents) -> Cotange
     cotangent, *_ = cotangents
     if cotangent is None or not torch.is_grad_enabled():  # a pass in another thread
         return None
+    if hooks_registered() and not transforms():
+        _refuse_changed(node, grads, cotangent)
     formula, inputs = NODE_FORMULAS[type(node).__name__](node)
     indices = [index for index, grad in enumerate(grads) if grad is not None]
     # Detached: torch's own derivative of them raises, even where nothing flows into it.
     present = [grad.detach() for grad in grads if grad is not None]
     made = iter(_ByFormula.apply(formula, indices, cotangent, *inputs, *present))  # type: ignore[no-untyped-call]
     return tuple(None if grad is None else next(made) for grad in grads)
+
+
+def _refuse_changed(node: Any, grads: Cotangents, cotangent: Tensor) -> None:
+    """Raise if a hook of the user's on a node has changed its gradients: no formula has that."""
+    with torch.no_grad(), INSIDE:
+        made = node(cotangent)
+        for ours, grad in zip(made if isinstance(made, tuple) else (made,), grads, strict=True):
+            if (ours is None) is not (grad is None) or (
+                ours is not None and not torch.allclose(ours, grad, equal_nan=True)  # type: ignore[arg-type]
+            ):
+                name = type(node).__name__
+                expected, got = "the gradients that torch makes there", "those that a hook returns"
+                fix = f"register the hook on a tensor, and not on {name}; or leave out create_graph"
+                raise UnsupportedGraphError(message(f"a hook on {name}", expected, got, fix))
 
 
 class _ByFormula(Function):

@@ -137,7 +137,8 @@ def jvp(
     directions = _read_directions(arguments, tangents)
     run = _FunctionRun(fn, arguments, has_aux, OpMonitor(), transposed=False)
     cut = levels.detached if create_graph is False else list
-    with _one_forward_level(), leave_inference_mode(record=True):
+    kernels = sdpa_kernel(SDPBackend.MATH)  # the fused ones have no derivative in forward mode
+    with _one_forward_level(), leave_inference_mode(record=True), kernels:
         # Copies, which fn may change, or return.
         point, along = (tuple(copied(cut(x))) for x in (arguments.variables, directions))
         results: Any = named_errors(lambda: torch.func.jvp(run, point, along, has_aux=True))

@@ -383,7 +383,7 @@ def _transposed_product(
         monitor.note_graph(below)
         monitor.check()
     if keep:
-        refuse_wrong_derivative(lambda: "matvec(u)", at, below, by_formula=True)
+        refuse_wrong_derivative(lambda: "matvec(u)", at, below)
     return _pull(zeros, at, u, below, "params", create_graph=keep)
 
 
@@ -413,7 +413,7 @@ def _check_graph(values: Tensors, at: Tensors, name: str) -> Subgraph:
     below = Subgraph([x for x in values if x.requires_grad])
     eager_graph.refuse_nodes(map(type, below.nodes), name)
     if name == "inner_loss":
-        refuse_wrong_derivative(lambda: name, at, below, by_formula=True)
+        refuse_wrong_derivative(lambda: name, at, below)
     if below.leaves.keys().isdisjoint(map(id, at)):
         expected, got = "a function of params", "one that does not depend on them"
         fix = f"compute it from {name}'s own arguments"

@@ -602,6 +602,13 @@ COMPILED: dict[str, tuple[Scalar, Sequence[tuple[Scalar, Way]]]] = {
     "scan": (scanned, [(looped, TWICE)]),
     "while_loop": (repeated, [(thrice, TWICE)]),
 }
+# Those that a pass with create_graph differentiates by a formula, where nothing is drawn.
+BY_FORMULA = {
+    "scaled_dot_product_attention by a fused kernel",
+    "hardsigmoid",
+    "weight_norm",
+    "logcumsumexp, where a cotangent is zero,",
+}
 # These name no call: "leave it out", "write it out".
 NAME_NO_CALL = {"ctc_loss", "multi_margin_loss", "multilabel_margin_loss"}
 OF_CUDNN = "an RNN by cuDNN"
@@ -621,7 +628,10 @@ def test_what_has_no_second_derivative(device: torch.device, name: str) -> None:
     x = torch.randn(3, 3, dtype=torch.float64, device=device)
     along = torch.randn_like(x)
     texts = dict([*missing.WITHOUT_SECOND.values(), *table.SECOND.values()])
-    if name in texts:
+    if name in BY_FORMULA:
+        right = derivative(fn, x, along, 2)
+        torch.testing.assert_close(TWICE(fn, x, along), right, rtol=1e-4, atol=1e-5)
+    elif name in texts:
         with pytest.raises(gradkit.UnsupportedGraphError, match="second derivative") as caught:
             TWICE(fn, x, along)
         assert texts[name] in str(caught.value)
@@ -661,11 +671,8 @@ def test_an_rnn_without_cudnn(device: torch.device) -> None:
 # --- forward mode, and Functions of torch's own
 
 
-@pytest.mark.parametrize(
-    "name", ["embedding_bag", "scaled_dot_product_attention by a fused kernel"]
-)
-def test_what_has_no_forward_mode(device: torch.device, name: str) -> None:
-    fn, advised = EAGER[name]
+def test_what_has_no_forward_mode(device: torch.device) -> None:
+    fn, advised = EAGER["embedding_bag"]
     torch.manual_seed(0)
     x = torch.randn(3, 3, dtype=torch.float64, device=device)
     along = torch.randn_like(x)
@@ -676,11 +683,17 @@ def test_what_has_no_forward_mode(device: torch.device, name: str) -> None:
     assert "mode=" not in advice  # which is refused, too, or not needed
     right = derivative(fn, x, along, 1)
     ways = [(fn, pulled), *((other, jvp) for other, _ in advised if other is not fn)]
-    if name != "embedding_bag":
-        assert "linearize" in advice
-        ways.append((fn, linearized))
     for other, way in ways:
         torch.testing.assert_close(way(other, x, along), right, rtol=1e-5, atol=1e-7)
+
+
+def test_attention_in_forward_mode(device: torch.device) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 3, dtype=torch.float64, device=device)
+    along = torch.randn_like(x)
+    for way in (jvp, linearized, pulled):
+        right = derivative(attention, x, along, 1)
+        torch.testing.assert_close(way(attention, x, along), right, rtol=1e-5, atol=1e-7)
 
 
 def mean_of_beta(concentration: Tensor) -> Tensor:

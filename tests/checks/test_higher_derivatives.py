@@ -67,6 +67,8 @@ OPERATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tenso
 BY_NOW = {"cdist", "pdist"} if is_mended("CdistBackward0") else set()
 MISSING = [name for name in OPERATIONS if name not in BY_NOW]
 every_operation = pytest.mark.parametrize("name", MISSING)
+BY_FORMULA = {"scaled_dot_product_attention", "hardsigmoid"}
+refused = pytest.mark.parametrize("name", [name for name in MISSING if name not in BY_FORMULA])
 
 
 def point(device: torch.device) -> Tensor:
@@ -114,7 +116,7 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
-@every_operation
+@refused
 @pytest.mark.parametrize("call", CALLS)
 def test_the_eager_call_that_asks_for_a_graph_raises(
     device: torch.device, name: str, call: str
@@ -144,19 +146,64 @@ def test_what_is_below_the_params_is_not_refused(device: torch.device) -> None:
     assert torch.equal(grad, torch.autograd.grad((y**3).sum(), y)[0])
 
 
-def test_the_ways_out_of_attention_are_right(device: torch.device) -> None:
-    x = point(device).detach().double().requires_grad_()
-    with pytest.raises(gradkit.UnsupportedGraphError) as caught:
-        gradkit.value_and_grads(attention(x.float()).sum(), x, create_graph=True)
-    for text in ("attn_implementation='eager'", "sdpa_kernel(SDPBackend.MATH)", "func.hvp"):
-        assert text in str(caught.value)
+ATTENTION: dict[str, Any] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "bool mask": {"attn_mask": torch.ones(3, 3, dtype=torch.bool).tril()},
+    "float mask": {"attn_mask": torch.linspace(-1, 1, 9, dtype=torch.float64).view(3, 3)},
+    "a row that may attend to nothing": {"attn_mask": torch.ones(3, 3).tril(-1) > 0},
+    "grouped queries": {"enable_gqa": True},
+    "dropout": {"dropout_p": 0.4},
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("kind", ATTENTION)
+@pytest.mark.parametrize("hooked", [False, True])
+def test_every_order_of_attention_in_eager_passes(
+    device: torch.device, kind: str, hooked: bool
+) -> None:
+    """The first order has the bits of `.backward()`; the others are those of the math kernel."""
+    options = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in ATTENTION[kind].items()}
+    torch.manual_seed(0)
+    shapes = (2, 4, 3, 8), (2, 2 if kind == "grouped queries" else 4, 3, 8)
+    q, k = (torch.randn(s, dtype=torch.float64, device=device, requires_grad=True) for s in shapes)
+
+    def loss() -> Tensor:
+        torch.manual_seed(1)
+        out = functional.scaled_dot_product_attention(q, k, k.sin(), **options)
+        if hooked:
+            out.register_hook(lambda g: 2 * g)
+        return out.sin().sum()
+
+    def orders(create_graph: Callable[..., Any]) -> list[Tensor]:
+        first = create_graph(loss(), [q, k])
+        second = create_graph(first[0].square().sum() + first[1].sin().sum(), [q, k])
+        return [*first, *second, *create_graph(second[0].square().sum(), [q, k])]
+
+    ours = orders(lambda x, by: gradkit.value_and_grads(x, by, create_graph=True)[1])
     with sdpa_kernel(SDPBackend.MATH):
-        loss = attention(x).square().sum()
-    _, grad = gradkit.value_and_grads(loss, x, create_graph=True)
-    _, second = gradkit.value_and_grads(grad.sum(), x)
-    along, mode = torch.ones_like(x), "reverse-over-reverse"
-    _, product = func.hvp(lambda x: attention(x).square().sum(), x, along, mode=mode)
-    torch.testing.assert_close(second, product)
+        right = orders(lambda x, by: torch.autograd.grad(x, by, create_graph=True))
+    torch.testing.assert_close(ours, right, rtol=1e-10, atol=1e-10)
+    first = torch.autograd.grad(loss(), [q, k])
+    assert all(map(torch.equal, ours, first))
+    gradkit.backward_(loss(), [q, k], create_graph=True)
+    penalty = gradkit.tree.dot([q.grad, k.grad], [q.grad, k.grad])
+    again = gradkit.value_and_grads(penalty, [q, k])[1]
+    q.grad = k.grad = None
+    with sdpa_kernel(SDPBackend.MATH):
+        grads = torch.autograd.grad(loss(), [q, k], create_graph=True)
+        right = torch.autograd.grad(sum(g.square().sum() for g in grads), [q, k])
+    torch.testing.assert_close(again, list(right), rtol=1e-10, atol=1e-10)
+
+
+def test_a_hook_on_the_node_is_in_no_formula(device: torch.device) -> None:
+    x = point(device)
+    out = attention(x)
+    out.grad_fn.register_hook(lambda grads, _: tuple(g if g is None else 10 * g for g in grads))
+    for call in (CALLS["value_and_grads"], CALLS["backward_"]):
+        with unchanged(x), pytest.raises(gradkit.UnsupportedGraphError, match="a hook on Scaled"):
+            call(out.square().sum(), x)
 
 
 @pytest.mark.parametrize("name", [name for name in OPERATIONS if OPERATIONS[name][1]])
@@ -168,10 +215,7 @@ def test_the_other_ways_out_are_right(device: torch.device, name: str) -> None:
     gradkit.value_and_grads(grad.square().sum(), x)
 
 
-BY_FORMULA = {"scaled_dot_product_attention", "hardsigmoid"}
-
-
-@pytest.mark.parametrize("name", [name for name in MISSING if name not in BY_FORMULA])
+@refused
 def test_where_gradkit_runs_the_forward_pass_the_rest_raises(
     device: torch.device, name: str
 ) -> None:
