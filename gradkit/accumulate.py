@@ -1,0 +1,339 @@
+"""`Accumulator`: the exact mean over all targets, whatever the micro-batches and ranks."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from math import inf
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradkit._autograd.passes import run_jointly, run_separately
+from gradkit._checks.reachability import require_reached
+from gradkit._compat import distributed
+from gradkit._compat.dynamo import disable_compile
+from gradkit._compat.nodes import averaged_elements
+from gradkit._compat.undoing import INSIDE
+from gradkit._core import pytree
+from gradkit._core.call import Grads, Losses, check_number, read_losses
+from gradkit._core.leaf_arithmetic import add_leaves, common_dtype
+from gradkit._core.ownership import grad_dtype, leave_inference_mode, owned
+from gradkit._core.params import read_params
+from gradkit._core.pytree import LEAF, PyTree, Structure
+from gradkit.distributed import _ddp, _fsdp, all_reduce
+from gradkit.distributed._agreement import (
+    NO_DIGEST,
+    Description,
+    Group,
+    agree_or_raise,
+    collective_errors,
+    digest_of,
+    require_group,
+)
+from gradkit.distributed._distributed_call import DistributedCall
+from gradkit.errors import OptionError, StructureError, UnsupportedGraphError, describe, message
+from gradkit.tree import add, add_
+
+_MEAN = "gradkit.Accumulator.mean"
+
+
+class _Sums(NamedTuple):
+    losses: Structure | None = None  # of the losses; None before the first
+    counts: Sequence[float] = ()  # one for all losses, or one for each
+    values: Sequence[Tensor | None] = ()  # of each loss
+    rows: Sequence[Grads] = ()  # for each count, the gradient of each variable
+
+
+class Accumulator:
+    """Sums of gradients and counts, whose quotient is the exact mean over all targets.
+
+    The mean over a batch is the sum over its targets by their number. The mean of micro-batches'
+    means is another, where they hold unequal numbers of targets. So each adds a sum and a count.
+
+    Example:
+        >>> import torch, gradkit
+        >>> model = torch.nn.Linear(3, 1)
+        >>> total = gradkit.Accumulator(model)
+        >>> for rows in (2, 5):
+        ...     error = model(torch.ones(rows, 3)) - 1
+        ...     total.add_(error.square().sum(), rows)
+        >>> loss, grads = total.mean()
+        >>> loss.shape, grads["weight"].shape
+        (torch.Size([]), torch.Size([1, 3]))
+
+    Args:
+        params: As in `value_and_grads`; also modules wrapped in `DistributedDataParallel` or by
+            `fully_shard`, for which each rank holds sums of whole gradients.
+
+    Raises:
+        UnsupportedGraphError: A parameter is a DTensor of another module; or a module is wrapped
+            with a communication hook, or with what `gradkit.distributed` does not take.
+        GradkitError: As in `value_and_grads`.
+
+    Source:
+        Linearity of the gradient; https://github.com/huggingface/transformers/issues/34191
+    """
+
+    @disable_compile
+    def __init__(self, params: PyTree) -> None:
+        modules = [leaf for leaf in pytree.flatten(params)[0] if isinstance(leaf, nn.Module)]
+        parts = [part for module in modules for part in distributed.modules_in(module)]
+        self._replicas = [part for part in parts if isinstance(part, DistributedDataParallel)]
+        self._shards = [part for part in parts if isinstance(part, distributed.module_classes())]
+        opened = read_params(params, allow_distributed=True)
+        # An iterator can be read once.
+        self._tree = params if self._shards else opened.tree(opened.variables)
+        variables = _fsdp.sharded(self._shards, opened.variables)
+        self._params = replace(opened, variables=variables)
+        got = None
+        if self._replicas:
+            _ddp.require_one_group(self._replicas, "gradkit.Accumulator")
+            if _ddp.with_comm_hook(self._replicas):
+                got = "a DistributedDataParallel module whose communication hook would not run"
+            elif any(module.parameters_to_ignore for module in self._replicas):
+                got = "a DistributedDataParallel module that ignores parameters"
+        elif not self._shards and any(map(distributed.is_dtensor, variables)):
+            got = "a DTensor, which torch reduces itself"
+        if got is not None:
+            fix = "gradkit.tree.add_ of the gradients of sums, in place of an Accumulator"
+            expected = "parameters whose gradients are summed over ranks"
+            raise UnsupportedGraphError(message("params", expected, got, fix))
+        self._sums = _Sums()
+
+    @disable_compile
+    def add_(self, loss_sum: PyTree, count: PyTree) -> None:
+        """Add a micro-batch: the gradient of its sum, from one pass, and its number of targets.
+
+        Args:
+            loss_sum: As `losses` in `value_and_grads`; each is a sum over targets. The graph is
+                freed. Where the count is 0 it is 0, and may be a constant.
+            count: How many targets the sum is over, or their weight: a finite number of at least
+                0, or a tensor of one, for which the host waits. It is that of all losses. Or a
+                tree like `loss_sum`: each loss has a mean, and a pass, of its own.
+
+        Raises:
+            OptionError: A count is no such number; or it is 0, and the sum is not.
+            StructureError: Losses and counts differ in structure, or from earlier calls, or the
+                parameters that require grad do.
+            UnsupportedGraphError: A loss is a mean over several targets, as its last operation
+                tells. (A mean that is a term of the sum is added as `torch.stack([mean]).sum()`.)
+            GradkitError: As in `value_and_grads`. After an error nothing has been added.
+        """
+        with leave_inference_mode():
+            joint = pytree.flatten(count)[1] == LEAF
+            read = cache(partial(_read, self._sums, loss_sum, count))
+            rows = self._passes(joint, loss_sum, read)
+            self._sums = self._with(*read(), rows)
+
+    def _passes(
+        self, joint: bool, loss_sum: PyTree, read: Callable[[], tuple[Losses, list[float]]]
+    ) -> list[Grads]:
+        """Return the gradients of one pass for all losses, or of one for each."""
+        if not self._shards:
+            losses, counts = read()
+            if not any(counts) and not any(loss.requires_grad for loss in losses.leaves):
+                return [[None] * len(self._params.variables)] * len(counts)
+        separately = partial(run_separately, strategy="sequential", chunk_size=None)
+        passes: Any = partial(run_jointly, weights=None) if joint else separately
+        call = DistributedCall(
+            "gradkit.Accumulator.add_", loss_sum, self._tree, passes, joint, False, False
+        )
+        call = replace(call, losses_to_run=lambda _: read()[0])  # if it raises, all ranks do
+        if self._shards:
+            result, params = _fsdp.run(call, self._shards, reduced=False)
+        else:
+            losses, params = call.read()
+            _ddp.refuse_static_graph(losses)
+            result = call.run(losses, params, allowed=(distributed.SINK,))
+        if list(params.slots) != list(self._params.slots):
+            expected, fix = "those to require grad that did for Accumulator(params)", "a new one"
+            raise StructureError(message("params", expected, "others", fix))
+        if any(read()[1]):
+            require_reached(result.call, result.grads)
+        return result.grads
+
+    def _with(self, losses: Losses, counts: Sequence[float], rows: Sequence[Grads]) -> _Sums:
+        """Return the sums with another micro-batch, in the memory of those before if dense."""
+        before, variables = self._sums, self._params.variables
+        if before.losses is None:
+            nothing: Grads = [None] * len(variables)
+            zeros = [loss.new_zeros((), dtype=common_dtype(loss.dtype)) for loss in losses.leaves]
+            before = _Sums(losses.spec, [0] * len(counts), zeros, [nothing] * len(counts))
+        sums, written, summands = [[*row] for row in before.rows], [], []
+        for row, grads in zip(sums, rows, strict=True):
+            for index, grad in enumerate(grads):
+                total = row[index]
+                if grad is None:
+                    continue
+                if total is not None and total.layout == torch.strided:
+                    written.append(total)
+                    summands.append(grad)
+                    continue
+                grad = grad.to(_dtype_of_sum(variables[index]))
+                row[index] = grad if total is None else add_leaves(total, grad)
+        pairs = zip(cast("list[Tensor]", before.values), losses.leaves, strict=True)
+        values = [total + loss.detach() for total, loss in pairs]
+        if written:  # last: nothing has changed before it
+            add_(written, summands)
+        return _Sums(before.losses, [*map(operator.add, before.counts, counts)], values, sums)
+
+    @disable_compile
+    def mean(self, group: Any = None) -> tuple[PyTree, PyTree]:
+        """Return the means over all targets of all ranks, and the gradient of their sum.
+
+        All ranks make the call, also one that has added nothing. It reduces once; the sums stay.
+
+        Args:
+            group: The process group. None: that of the wrapped modules; without them the default
+                one, or this process alone where there is none.
+
+        Returns:
+            `(mean, grads)`, the same on all ranks. `mean`: a tree like `loss_sum`, of 0-dim
+            tensors, in float32 at least. A loss whose own count is 0 everywhere has NaN, and no
+            part in `grads`. `grads`: as in `value_and_grads`, of `fully_shard` in shards; summed in
+            `p.grad_dtype` if that is not `p.dtype`, else in `p.dtype`, float32 at least.
+
+        Raises:
+            CollectiveError: A rank has failed, is missing, or is too late.
+            StructureError: All counts are 0; or params or losses differ between ranks.
+            UnsupportedGraphError: A gradient is sparse where there is no sparse sum.
+        """
+        with leave_inference_mode(), torch.no_grad(), INSIDE:
+            sums = self._sums
+            for ranks in self._groups(group):
+                sums = self._over_ranks(ranks, sums)
+            if sums.losses is None or not any(sums.counts):
+                fix = "on one rank at least, add_(loss_sum, count) of the number of targets"
+                raise StructureError(message(_MEAN, "a count", "0 everywhere", fix))
+            counts = list(sums.counts) * (len(sums.values) // len(sums.counts))
+            values = _divided(sums.values, counts)
+            rows = [
+                _divided(r, [n] * len(r)) for r, n in zip(sums.rows, sums.counts, strict=True) if n
+            ]
+            grads: Grads = rows[0] if len(rows) == 1 else add(*rows)
+            return pytree.unflatten(sums.losses, values), self._like_params(grads)
+
+    def _like_params(self, grads: Grads) -> PyTree:
+        """Return the tree of gradients in the dtypes and layouts, or shards, of the params."""
+        variables = self._params.variables
+        for index, param in enumerate(variables):
+            grad = grads[index]
+            if grad is not None:
+                shard = distributed.is_dtensor(param)
+                grad = distributed.sharded_like(grad, param).clone() if shard else grad
+                grads[index] = grad.to(grad_dtype(param))
+        del grad
+        grads = grads if self._shards else owned(grads, variables)
+        by_leaf = self._params.per_leaf(grads, partial(map, Tensor.clone))
+        return pytree.unflatten(self._params.spec, by_leaf)
+
+    def _groups(self, group: Any) -> list[Group]:
+        """Return the groups over which sums are added up, one after the other."""
+        if group is None and self._shards:
+            return _fsdp.require_groups(self._shards, _MEAN, one_mesh=True)
+        if group is None and self._replicas:
+            return [_ddp.require_one_group(self._replicas, _MEAN)]
+        alone = group is None and not (dist.is_available() and dist.is_initialized())
+        return [] if alone else [require_group(group, _MEAN)]
+
+    def _over_ranks(self, ranks: Group, sums: _Sums) -> _Sums:
+        """Return the sums over all ranks of a group."""
+        own = None if sums.losses is None else (sums.losses, len(sums.counts))
+        trained = ("params", self._params.spec), ("what is trained", tuple(self._params.slots))
+        expected = NO_DIGEST if own is None else digest_of(own)
+        description = Description((("the call", _MEAN), *trained), (), tuple, expected)
+        _, agreement = agree_or_raise(ranks, lambda: (None, description))
+        if NO_DIGEST in agreement.expected:
+            if agreement.same_expected:
+                return sums
+            by_rank: list[Any] = [None] * ranks.size
+            with collective_errors(ranks):
+                dist.all_gather_object(by_rank, own, group=ranks.handle)
+            spec, number = next(other for other in by_rank if other is not None)
+            if own is None:  # a rank that has added nothing adds zeros in the structure of others
+                nothing: Grads = [None] * len(self._params.variables)
+                sums = _Sums(spec, [0] * number, [None] * spec.num_leaves, [nothing] * number)
+        every = pytree.paths(self._params.spec, "params")
+        names = [every[index] for index in self._params.first_leaf_of_variable]
+        local = {
+            "count": torch.tensor(sums.counts, dtype=torch.float64, device=ranks.device),
+            "losses": pytree.unflatten(cast("Structure", sums.losses), sums.values),
+            "sums": [dict(zip(names, row, strict=True)) for row in sums.rows],
+        }
+        summed = all_reduce(local, ranks.handle, "sum")
+        rows = [[*row.values()] for row in summed["sums"]]
+        values, _ = pytree.flatten(summed["losses"])
+        return _Sums(sums.losses, summed["count"].tolist(), values, rows)
+
+
+def _read(before: _Sums, loss_sum: PyTree, count: PyTree) -> tuple[Losses, list[float]]:
+    """Return the losses, and one count for all or one for each; raise if they are no sums."""
+    losses = read_losses(loss_sum, scalar=True)
+    if before.losses is not None and losses.spec != before.losses:
+        tree = pytree.unflatten(losses.spec, losses.leaves)
+        leaves = _leaves_like(before.losses, "the first losses", tree, "losses")
+        losses = Losses(leaves, before.losses)
+    numbers, where = [count], ["count"]
+    if pytree.flatten(count)[1] != LEAF:
+        numbers = _leaves_like(losses.spec, "losses", count, "count")
+        where = pytree.paths(losses.spec, "count")
+    counts = list(map(_read_count, where, numbers))
+    if len(before.counts) not in (0, len(counts)):
+        kinds = "a number for each loss", "one number for all losses"
+        expected, got = kinds if len(counts) == 1 else kinds[::-1]
+        fix = "count as in the first add_, or a new Accumulator"
+        raise StructureError(message("count", f"{expected}, as before", got, fix))
+    for index, loss in enumerate(losses.leaves):
+        if not counts[index % len(counts)] and loss.detach().item() != 0:
+            expected = f"the number of targets that {losses.path(index)} is a sum over"
+            got, fix = f"0, and a sum of {loss.item()}", "count them; or sum: a mean of none is NaN"
+            raise OptionError(message(where[index % len(where)], expected, got, fix))
+        elements = averaged_elements(loss.grad_fn)
+        if elements > 1:
+            got = f"a mean over {elements}"
+            fix = (
+                "reduction='sum', or .sum(), and their number as the count; a mean that is itself a "
+                "term, of a sequence say, as torch.stack([mean]).sum()"
+            )
+            where_loss = losses.path(index)
+            raise UnsupportedGraphError(message(where_loss, "a sum over targets", got, fix))
+    with torch.enable_grad(), INSIDE:  # of a loss of shape [1], separate gradients are [1, ...]
+        scalars = [loss.reshape(()) if loss.dim() else loss for loss in losses.leaves]
+    return Losses(scalars, losses.spec), counts
+
+
+def _leaves_like(spec: Structure, spec_root: str, tree: PyTree, root: str) -> list[Any]:
+    """Return the leaves of a tree in the order of a structure, which is to be its own."""
+    leaves = pytree.flatten_up_to(spec, spec_root, tree, root)
+    for index, leaf in enumerate(leaves):
+        if not pytree.flatten(leaf)[1].is_leaf():
+            expected = f"a leaf, as {pytree.path(spec, index, spec_root)} is"
+            fix = f"give {root} the containers and keys of {spec_root}"
+            raise StructureError(
+                message(pytree.path(spec, index, root), expected, describe(leaf), fix)
+            )
+    return leaves
+
+
+def _read_count(where: str, value: Any) -> float:
+    fix = "the number of targets: total.add_(loss_sum, len(targets))"
+    number = check_number(where, value, fix)
+    number = number.item() if isinstance(number, Tensor) else number
+    if not 0 <= number < inf:
+        raise OptionError(message(where, "a finite number of at least 0", repr(number), fix))
+    return cast("float", number)
+
+
+def _dtype_of_sum(param: Tensor) -> torch.dtype:
+    dtype = grad_dtype(param)
+    return common_dtype(dtype) if dtype == param.dtype else dtype
+
+
+def _divided(sums: Sequence[Tensor | None], counts: Sequence[float]) -> Grads:
+    return [None if x is None else x / n for x, n in zip(sums, counts, strict=True)]
