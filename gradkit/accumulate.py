@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from itertools import chain
 from math import inf
 from typing import Any, NamedTuple, cast
 
@@ -24,30 +24,22 @@ from gradkit._core import pytree
 from gradkit._core.call import Grads, Losses, check_number, read_losses
 from gradkit._core.leaf_arithmetic import add_leaves, common_dtype
 from gradkit._core.ownership import grad_dtype, leave_inference_mode, owned
-from gradkit._core.params import read_params
+from gradkit._core.params import Params, read_params
 from gradkit._core.pytree import LEAF, PyTree, Structure
-from gradkit.distributed import _ddp, _fsdp, all_reduce
-from gradkit.distributed._agreement import (
-    NO_DIGEST,
-    Description,
-    Group,
-    agree_or_raise,
-    collective_errors,
-    digest_of,
-    require_group,
-)
+from gradkit.distributed import _agreement, _ddp, _fsdp, all_reduce
 from gradkit.distributed._distributed_call import DistributedCall
 from gradkit.errors import OptionError, StructureError, UnsupportedGraphError, describe, message
 from gradkit.tree import add, add_
 
 _MEAN = "gradkit.Accumulator.mean"
+_MicroBatch = tuple[Losses, list[float]]  # with one count for all losses, or one for each
 
 
 class _Sums(NamedTuple):
     losses: Structure | None = None  # of the losses; None before the first
     counts: Sequence[float] = ()  # one for all losses, or one for each
     values: Sequence[Tensor | None] = ()  # of each loss
-    rows: Sequence[Grads] = ()  # for each count, the gradient of each variable
+    grads: Sequence[Tensor | None] = ()  # for each count, of each variable
 
 
 class Accumulator:
@@ -85,26 +77,25 @@ class Accumulator:
         modules = [leaf for leaf in pytree.flatten(params)[0] if isinstance(leaf, nn.Module)]
         parts = [part for module in modules for part in distributed.modules_in(module)]
         self._replicas = [part for part in parts if isinstance(part, DistributedDataParallel)]
-        self._shards = [part for part in parts if isinstance(part, distributed.module_classes())]
-        opened = read_params(params, allow_distributed=True)
-        # An iterator can be read once.
-        self._tree = params if self._shards else opened.tree(opened.variables)
-        variables = _fsdp.sharded(self._shards, opened.variables)
-        self._params = replace(opened, variables=variables)
-        got = None
+        kinds = distributed.module_classes()
+        self._shards: list[Any] = [part for part in parts if isinstance(part, kinds)]
+        self._params = read_params(params, allow_distributed=True)
+        # Of tensors: an iterator can be read once.
+        self._tree = params if self._shards else self._params.tree(self._params.variables)
+        self._sums = _Sums()
         if self._replicas:
             _ddp.require_one_group(self._replicas, "gradkit.Accumulator")
-            if _ddp.with_comm_hook(self._replicas):
-                got = "a DistributedDataParallel module whose communication hook would not run"
-            elif any(module.parameters_to_ignore for module in self._replicas):
-                got = "a DistributedDataParallel module that ignores parameters"
-        elif not self._shards and any(map(distributed.is_dtensor, variables)):
+        if _ddp.with_comm_hook(self._replicas):
+            got = "a DistributedDataParallel module whose communication hook would not run"
+        elif any(module.parameters_to_ignore for module in self._replicas):
+            got = "a DistributedDataParallel module that ignores parameters"
+        elif not self._shards and any(map(distributed.is_dtensor, self._params.variables)):
             got = "a DTensor, which torch reduces itself"
-        if got is not None:
-            fix = "gradkit.tree.add_ of the gradients of sums, in place of an Accumulator"
-            expected = "parameters whose gradients are summed over ranks"
-            raise UnsupportedGraphError(message("params", expected, got, fix))
-        self._sums = _Sums()
+        else:
+            return
+        fix = "gradkit.tree.add_(total, grads), with the gradients of gradkit.value_and_grads"
+        expected = "parameters whose gradients are summed over ranks"
+        raise UnsupportedGraphError(message("params", expected, got, fix))
 
     @disable_compile
     def add_(self, loss_sum: PyTree, count: PyTree) -> None:
@@ -126,24 +117,24 @@ class Accumulator:
             GradkitError: As in `value_and_grads`. After an error nothing has been added.
         """
         with leave_inference_mode():
-            joint = pytree.flatten(count)[1] == LEAF
             read = cache(partial(_read, self._sums, loss_sum, count))
-            rows = self._passes(joint, loss_sum, read)
-            self._sums = self._with(*read(), rows)
-
-    def _passes(
-        self, joint: bool, loss_sum: PyTree, read: Callable[[], tuple[Losses, list[float]]]
-    ) -> list[Grads]:
-        """Return the gradients of one pass for all losses, or of one for each."""
-        if not self._shards:
+            joint = pytree.flatten(count)[1] == LEAF
+            passes = self._run(joint, loss_sum, read)
             losses, counts = read()
-            if not any(counts) and not any(loss.requires_grad for loss in losses.leaves):
-                return [[None] * len(self._params.variables)] * len(counts)
+            self._params, self._sums = passes[0], self._with(losses, counts, passes[1])
+
+    def _run(
+        self, joint: bool, loss_sum: PyTree, read: Callable[[], _MicroBatch]
+    ) -> tuple[Params, Grads]:
+        """Return the params, and their gradients of one pass for all losses, or one for each."""
+        given = None if self._shards else read()
+        if given and not any(given[1]) and not any(x.requires_grad for x in given[0].leaves):
+            nothing: Grads = [None] * (len(given[1]) * len(self._params.variables))
+            return self._params, nothing
         separately = partial(run_separately, strategy="sequential", chunk_size=None)
         passes: Any = partial(run_jointly, weights=None) if joint else separately
-        call = DistributedCall(
-            "gradkit.Accumulator.add_", loss_sum, self._tree, passes, joint, False, False
-        )
+        name = "gradkit.Accumulator.add_"
+        call = DistributedCall(name, loss_sum, self._tree, passes, joint, False, False)
         call = replace(call, losses_to_run=lambda _: read()[0])  # if it raises, all ranks do
         if self._shards:
             result, params = _fsdp.run(call, self._shards, reduced=False)
@@ -156,32 +147,27 @@ class Accumulator:
             raise StructureError(message("params", expected, "others", fix))
         if any(read()[1]):
             require_reached(result.call, result.grads)
-        return result.grads
+        return params, [*chain(*result.grads)]
 
-    def _with(self, losses: Losses, counts: Sequence[float], rows: Sequence[Grads]) -> _Sums:
+    def _with(self, losses: Losses, counts: Sequence[float], grads: Grads) -> _Sums:
         """Return the sums with another micro-batch, in the memory of those before if dense."""
-        before, variables = self._sums, self._params.variables
+        before = self._sums
         if before.losses is None:
-            nothing: Grads = [None] * len(variables)
             zeros = [loss.new_zeros((), dtype=common_dtype(loss.dtype)) for loss in losses.leaves]
-            before = _Sums(losses.spec, [0] * len(counts), zeros, [nothing] * len(counts))
-        sums, written, summands = [[*row] for row in before.rows], [], []
-        for row, grads in zip(sums, rows, strict=True):
-            for index, grad in enumerate(grads):
-                total = row[index]
-                if grad is None:
-                    continue
-                if total is not None and total.layout == torch.strided:
-                    written.append(total)
-                    summands.append(grad)
-                    continue
-                grad = grad.to(_dtype_of_sum(variables[index]))
-                row[index] = grad if total is None else add_leaves(total, grad)
+            before = _Sums(losses.spec, [0] * len(counts), zeros, [None] * len(grads))
+        sums, dense = [*before.grads], []
+        variables = self._params.variables * len(counts)
+        for index, (total, grad) in enumerate(zip(sums, grads, strict=True)):
+            if total is not None and grad is not None and total.layout == torch.strided:
+                dense.append((total, grad))
+            elif grad is not None:
+                sums[index] = add_leaves(total, grad.to(_dtype_of_sum(variables[index])))
         pairs = zip(cast("list[Tensor]", before.values), losses.leaves, strict=True)
         values = [total + loss.detach() for total, loss in pairs]
-        if written:  # last: nothing has changed before it
-            add_(written, summands)
-        return _Sums(before.losses, [*map(operator.add, before.counts, counts)], values, sums)
+        counts = [a + b for a, b in zip(before.counts, counts, strict=True)]
+        if dense:  # last: until here nothing has changed
+            add_(*map(list, zip(*dense, strict=True)))
+        return _Sums(before.losses, counts, values, sums)
 
     @disable_compile
     def mean(self, group: Any = None) -> tuple[PyTree, PyTree]:
@@ -209,70 +195,64 @@ class Accumulator:
             for ranks in self._groups(group):
                 sums = self._over_ranks(ranks, sums)
             if sums.losses is None or not any(sums.counts):
-                fix = "on one rank at least, add_(loss_sum, count) of the number of targets"
+                fix = "on one rank at least, add_(loss_sum, count) with the number of targets"
                 raise StructureError(message(_MEAN, "a count", "0 everywhere", fix))
-            counts = list(sums.counts) * (len(sums.values) // len(sums.counts))
-            values = _divided(sums.values, counts)
-            rows = [
-                _divided(r, [n] * len(r)) for r, n in zip(sums.rows, sums.counts, strict=True) if n
-            ]
+            counts = [*sums.counts] * (len(sums.values) // len(sums.counts))
+            values = list(map(_divided, sums.values, counts))
+            every = zip(self._rows(sums), sums.counts, strict=True)
+            rows = [[_divided(total, count) for total in row] for row, count in every if count]
             grads: Grads = rows[0] if len(rows) == 1 else add(*rows)
-            return pytree.unflatten(sums.losses, values), self._like_params(grads)
+            grads = list(map(_like_param, grads, self._params.variables))
+            if not self._shards:
+                grads = owned(grads, self._params.variables)
+            by_leaf = self._params.per_leaf(grads, partial(map, Tensor.clone))
+            means = pytree.unflatten(sums.losses, values)
+            return means, pytree.unflatten(self._params.spec, by_leaf)
 
-    def _like_params(self, grads: Grads) -> PyTree:
-        """Return the tree of gradients in the dtypes and layouts, or shards, of the params."""
-        variables = self._params.variables
-        for index, param in enumerate(variables):
-            grad = grads[index]
-            if grad is not None:
-                shard = distributed.is_dtensor(param)
-                grad = distributed.sharded_like(grad, param).clone() if shard else grad
-                grads[index] = grad.to(grad_dtype(param))
-        del grad
-        grads = grads if self._shards else owned(grads, variables)
-        by_leaf = self._params.per_leaf(grads, partial(map, Tensor.clone))
-        return pytree.unflatten(self._params.spec, by_leaf)
+    def _rows(self, sums: _Sums) -> list[Sequence[Tensor | None]]:
+        width = len(self._params.variables)
+        return [sums.grads[i * width : (i + 1) * width] for i in range(len(sums.counts))]
 
-    def _groups(self, group: Any) -> list[Group]:
+    def _groups(self, group: Any) -> list[_agreement.Group]:
         """Return the groups over which sums are added up, one after the other."""
         if group is None and self._shards:
             return _fsdp.require_groups(self._shards, _MEAN, one_mesh=True)
         if group is None and self._replicas:
             return [_ddp.require_one_group(self._replicas, _MEAN)]
         alone = group is None and not (dist.is_available() and dist.is_initialized())
-        return [] if alone else [require_group(group, _MEAN)]
+        return [] if alone else [_agreement.require_group(group, _MEAN)]
 
-    def _over_ranks(self, ranks: Group, sums: _Sums) -> _Sums:
+    def _over_ranks(self, ranks: _agreement.Group, sums: _Sums) -> _Sums:
         """Return the sums over all ranks of a group."""
         own = None if sums.losses is None else (sums.losses, len(sums.counts))
+        digest = _agreement.NO_DIGEST if own is None else _agreement.digest_of(own)
         trained = ("params", self._params.spec), ("what is trained", tuple(self._params.slots))
-        expected = NO_DIGEST if own is None else digest_of(own)
-        description = Description((("the call", _MEAN), *trained), (), tuple, expected)
-        _, agreement = agree_or_raise(ranks, lambda: (None, description))
-        if NO_DIGEST in agreement.expected:
-            if agreement.same_expected:
+        described = _agreement.Description((("the call", _MEAN), *trained), (), tuple, digest)
+        _, agreed = _agreement.agree_or_raise(ranks, lambda: (None, described))
+        if _agreement.NO_DIGEST in agreed.expected:
+            if agreed.same_expected:
                 return sums
             by_rank: list[Any] = [None] * ranks.size
-            with collective_errors(ranks):
+            with _agreement.collective_errors(ranks):
                 dist.all_gather_object(by_rank, own, group=ranks.handle)
-            spec, number = next(other for other in by_rank if other is not None)
-            if own is None:  # a rank that has added nothing adds zeros in the structure of others
-                nothing: Grads = [None] * len(self._params.variables)
-                sums = _Sums(spec, [0] * number, [None] * spec.num_leaves, [nothing] * number)
+            if own is None:  # this rank adds zeros to the sums of the others
+                losses, count = next(filter(None, by_rank))
+                grads: Grads = [None] * (count * len(self._params.variables))
+                sums = _Sums(losses, [0] * count, [None] * losses.num_leaves, grads)
         every = pytree.paths(self._params.spec, "params")
         names = [every[index] for index in self._params.first_leaf_of_variable]
         local = {
-            "count": torch.tensor(sums.counts, dtype=torch.float64, device=ranks.device),
+            "counts": torch.tensor(sums.counts, dtype=torch.float64, device=ranks.device),
             "losses": pytree.unflatten(cast("Structure", sums.losses), sums.values),
-            "sums": [dict(zip(names, row, strict=True)) for row in sums.rows],
+            "sums": [dict(zip(names, row, strict=True)) for row in self._rows(sums)],
         }
         summed = all_reduce(local, ranks.handle, "sum")
-        rows = [[*row.values()] for row in summed["sums"]]
         values, _ = pytree.flatten(summed["losses"])
-        return _Sums(sums.losses, summed["count"].tolist(), values, rows)
+        flat = [grad for row in summed["sums"] for grad in row.values()]
+        return _Sums(sums.losses, summed["counts"].tolist(), values, flat)
 
 
-def _read(before: _Sums, loss_sum: PyTree, count: PyTree) -> tuple[Losses, list[float]]:
+def _read(before: _Sums, loss_sum: PyTree, count: PyTree) -> _MicroBatch:
     """Return the losses, and one count for all or one for each; raise if they are no sums."""
     losses = read_losses(loss_sum, scalar=True)
     if before.losses is not None and losses.spec != before.losses:
@@ -298,8 +278,8 @@ def _read(before: _Sums, loss_sum: PyTree, count: PyTree) -> tuple[Losses, list[
         if elements > 1:
             got = f"a mean over {elements}"
             fix = (
-                "reduction='sum', or .sum(), and their number as the count; a mean that is itself a "
-                "term, of a sequence say, as torch.stack([mean]).sum()"
+                "reduction='sum', or .sum(), and their number as the count; a mean that is itself "
+                "a term, that of a sequence say, as torch.stack([mean]).sum()"
             )
             where_loss = losses.path(index)
             raise UnsupportedGraphError(message(where_loss, "a sum over targets", got, fix))
@@ -335,5 +315,11 @@ def _dtype_of_sum(param: Tensor) -> torch.dtype:
     return common_dtype(dtype) if dtype == param.dtype else dtype
 
 
-def _divided(sums: Sequence[Tensor | None], counts: Sequence[float]) -> Grads:
-    return [None if x is None else x / n for x, n in zip(sums, counts, strict=True)]
+def _divided(total: Tensor | None, count: float) -> Tensor | None:
+    return None if total is None else total / count
+
+
+def _like_param(grad: Tensor | None, param: Tensor) -> Tensor | None:
+    grad = None if grad is None else grad.to(grad_dtype(param))
+    is_whole = grad is not None and distributed.is_dtensor(param)
+    return distributed.sharded_like(cast("Tensor", grad), param).clone() if is_whole else grad

@@ -57,13 +57,6 @@ def run(
     return replace(result, call=replace(result.call, passes=passes), grads=grads), plan.params
 
 
-def sharded(modules: Sequence[nn.Module], variables: list[Tensor]) -> list[Tensor]:
-    """Return the sharded parameters of modules in place of unsharded ones."""
-    every = distributed.shards_of(distributed.groups_of(distributed.states_of(modules)))
-    own = {id(p): s.sharded_param for s in every for p in distributed.module_params(s)}
-    return [own.get(id(variable), variable) for variable in variables]
-
-
 def require_groups(
     modules: Sequence[nn.Module], call: str, *, one_mesh: bool = False
 ) -> list[Group]:

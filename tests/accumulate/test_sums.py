@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn.functional import cross_entropy, mse_loss
 
 import gradkit
 from tests.helpers import assert_owned, assert_same_bits, same_bits, unchanged
@@ -45,7 +46,7 @@ def data(device: torch.device) -> tuple[Tensor, Tensor]:
 
 def nats(model: nn.Module, codes: Tensor, targets: Tensor, reduction: str = "sum") -> Tensor:
     logits = model(codes).flatten(0, 1)
-    return F.cross_entropy(logits, targets.flatten(), reduction=reduction)
+    return cross_entropy(logits, targets.flatten(), reduction=reduction)
 
 
 def counted(targets: Tensor) -> int:
@@ -69,7 +70,7 @@ def test_any_partition_equals_the_full_batch(
     codes, targets = data(device)
     total = gradkit.Accumulator(model)
     with unchanged(*model.parameters()):
-        for start, end in zip(cuts, cuts[1:], strict=False):
+        for start, end in pairwise(cuts):
             part = targets[start:end]
             total.add_(nats(model, codes[start:end], part), counted(part))
         value, grads = total.mean()
@@ -109,7 +110,7 @@ def test_each_loss_has_a_mean_by_its_own_count(device: torch.device, cuts: list[
     model = Tagger().to(device).double()
     codes, targets = data(device)
     total, jointly = gradkit.Accumulator(model), gradkit.Accumulator(model)
-    for start, end in zip(cuts, cuts[1:], strict=False):
+    for start, end in pairwise(cuts):
         x, y = codes[start:end], targets[start:end]
         counts = {"size": 0.5 * len(x), "nats": counted(y)}  # in another order
         total.add_(two_losses(model, x, y), counts)
@@ -197,12 +198,12 @@ def refused(device: torch.device) -> dict[str, tuple[Callable[[Any, Tensor], Any
     missing, option = gradkit.StructureError, gradkit.OptionError
     mean = gradkit.UnsupportedGraphError
     return {
-        "cross entropy": (lambda t, o: t.add_(F.cross_entropy(o, y), 1), mean, "a mean over 4"),
-        "its count": (lambda t, o: t.add_(F.cross_entropy(o, y), 4), mean, "reduction='sum'"),
+        "cross entropy": (lambda t, o: t.add_(cross_entropy(o, y), 1), mean, "a mean over 4"),
+        "its count": (lambda t, o: t.add_(cross_entropy(o, y), 4), mean, "reduction='sum'"),
         "images": (
-            lambda t, o: t.add_(F.cross_entropy(o.T[None], y[None]), 1), mean, "a mean over 4",
+            lambda t, o: t.add_(cross_entropy(o.T[None], y[None]), 1), mean, "a mean over 4",
         ),
-        "mse": (lambda t, o: t.add_(F.mse_loss(o, o.detach() + 1), 1), mean, "a mean over 12"),
+        "mse": (lambda t, o: t.add_(mse_loss(o, o.detach() + 1), 1), mean, "a mean over 12"),
         "mean": (lambda t, o: t.add_(o.square().mean(), 1), mean, "a mean over 12"),
         "negative": (lambda t, o: t.add_(-o.mean().double().view(1), 1), mean, "a mean over 12"),
         "of one": (
@@ -253,8 +254,8 @@ def test_means_that_may_be_terms_are_taken(device: torch.device) -> None:
         gradkit.Accumulator(w).add_(loss, 1)
     logits = torch.ones(1, 3, device=device, requires_grad=True)
     one = torch.zeros(1, device=device, dtype=torch.int64)
-    gradkit.Accumulator(logits).add_(F.cross_entropy(logits, one), 1)
-    gradkit.Accumulator(logits).add_(F.cross_entropy(logits[0], one[0]), 1)
+    gradkit.Accumulator(logits).add_(cross_entropy(logits, one), 1)
+    gradkit.Accumulator(logits).add_(cross_entropy(logits[0], one[0]), 1)
 
 
 def test_losses_and_counts_are_those_of_the_first_call(device: torch.device) -> None:
