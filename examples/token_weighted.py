@@ -93,9 +93,9 @@ def mean_of_means(module: nn.Module, sentences: Sequence[Tensor], device: torch.
     return flat(gradkit.distributed.all_reduce(mean))
 
 
-def flat(grads: dict[str, Tensor]) -> Tensor:
+def flat(grads: dict[str, Tensor | None]) -> Tensor:
     """Return all gradients as one vector."""
-    return torch.cat([grad.flatten() for grad in grads.values()])
+    return torch.cat([grad.flatten() for grad in grads.values() if grad is not None])
 
 
 def experiment(steps: int, device: torch.device) -> tuple[list[float], float, list[float]]:

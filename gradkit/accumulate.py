@@ -85,15 +85,15 @@ class Accumulator:
         self._sums = _Sums()
         if self._replicas:
             _ddp.require_one_group(self._replicas, "gradkit.Accumulator")
+        plain = "leave it out, or gradkit.tree.add_(total, grads) of gradients that are reduced"
         if _ddp.with_comm_hook(self._replicas):
-            got = "a DistributedDataParallel module whose communication hook would not run"
+            got, fix = "a communication hook, which would not run", plain
         elif any(module.parameters_to_ignore for module in self._replicas):
-            got = "a DistributedDataParallel module that ignores parameters"
+            got, fix = "parameters that DistributedDataParallel is to ignore", plain
         elif not self._shards and any(map(distributed.is_dtensor, self._params.variables)):
-            got = "a DTensor, which torch reduces itself"
+            got, fix = "a DTensor", f"pass the module that fully_shard was called on; or {plain}"
         else:
             return
-        fix = "gradkit.tree.add_(total, grads), with the gradients of gradkit.value_and_grads"
         expected = "parameters whose gradients are summed over ranks"
         raise UnsupportedGraphError(message("params", expected, got, fix))
 
@@ -199,7 +199,7 @@ class Accumulator:
                 raise StructureError(message(_MEAN, "a count", "0 everywhere", fix))
             counts = [*sums.counts] * (len(sums.values) // len(sums.counts))
             values = list(map(_divided, sums.values, counts))
-            every = zip(self._rows(sums), sums.counts, strict=True)
+            every = zip(self._by_count(sums), sums.counts, strict=True)
             rows = [[_divided(total, count) for total in row] for row, count in every if count]
             grads: Grads = rows[0] if len(rows) == 1 else add(*rows)
             grads = list(map(_like_param, grads, self._params.variables))
@@ -209,7 +209,7 @@ class Accumulator:
             means = pytree.unflatten(sums.losses, values)
             return means, pytree.unflatten(self._params.spec, by_leaf)
 
-    def _rows(self, sums: _Sums) -> list[Sequence[Tensor | None]]:
+    def _by_count(self, sums: _Sums) -> list[Sequence[Tensor | None]]:
         width = len(self._params.variables)
         return [sums.grads[i * width : (i + 1) * width] for i in range(len(sums.counts))]
 
@@ -244,7 +244,7 @@ class Accumulator:
         local = {
             "counts": torch.tensor(sums.counts, dtype=torch.float64, device=ranks.device),
             "losses": pytree.unflatten(cast("Structure", sums.losses), sums.values),
-            "sums": [dict(zip(names, row, strict=True)) for row in self._rows(sums)],
+            "sums": [dict(zip(names, row, strict=True)) for row in self._by_count(sums)],
         }
         summed = all_reduce(local, ranks.handle, "sum")
         values, _ = pytree.flatten(summed["losses"])

@@ -89,6 +89,8 @@ def averaged_elements(node: Any) -> int:
     if not (kind.startswith("MeanBackward") or getattr(node, "_saved_reduction", None) == 1):
         return 0
     shape = next(output_shape(above, index) for above, index in node.next_functions if above)
+    if not {int}.issuperset(map(type, shape)):  # of a nested tensor
+        return 0
     # Of classes: [C], [N, C] or [N, C, height, width].
     return prod(shape) // (shape[:2][-1] if kind.startswith("NllLoss") else 1)
 
