@@ -288,12 +288,12 @@ def backend_for(device: torch.device) -> str:
     return "cpu:gloo,cuda:nccl" if enough else "gloo"
 
 
-def with_torchrun(argv: Sequence[str]) -> int:
-    """Start this script again as two processes, and return the exit status."""
+def with_torchrun(argv: Sequence[str], script: str = __file__) -> int:
+    """Start a script again as two processes, and return the exit status."""
     print("not started by torchrun: starting it now, with two processes on this machine")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return subprocess.call(
-        [sys.executable, *torchrun, __file__, *argv], env={"OMP_NUM_THREADS": "1"} | os.environ
+        [sys.executable, *torchrun, script, *argv], env={"OMP_NUM_THREADS": "1"} | os.environ
     )
 
 

@@ -57,8 +57,10 @@ from gradkit.tree._per_loss import combine
 
 if _typing.TYPE_CHECKING:
     from gradkit import distributed, func, meta, report
+    from gradkit.accumulate import Accumulator
 
 __all__ = [
+    "Accumulator",
     "CollectiveError",
     "DetachedLossError",
     "FreedGraphError",
@@ -110,10 +112,12 @@ _OPENED_LATER = ("distributed", "func", "meta", "report")
 
 
 def __getattr__(name: str) -> object:
+    if name == "Accumulator":  # in a room that opens gradkit.distributed
+        return _importlib.import_module("gradkit.accumulate").Accumulator
     if name in _OPENED_LATER:
         return _importlib.import_module(f"gradkit.{name}")
     raise AttributeError(f"module 'gradkit' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_OPENED_LATER})
+    return sorted({*globals(), *_OPENED_LATER, "Accumulator"})

@@ -18,7 +18,7 @@ NAMES = {
     "value_and_reduced_grads", "tree",
     "errors", "dotgrad", "func", "meta", "distributed", "report", "read_grads", "write_grads_",
     "add_grads_", "clear_grads_", "backward_", "capture_grads", "step_", "minimize_",
-    *errors.__all__,
+    "Accumulator", *errors.__all__,
 }  # fmt: skip
 ERRORS = {
     "LeafTypeError": TypeError,

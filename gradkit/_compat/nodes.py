@@ -77,6 +77,24 @@ def any_sparse_gradients(nodes: Iterable[Node]) -> bool:
     return any(getattr(node, "_saved_sparse", False) is True for node in nodes)
 
 
+_SAME_SCALAR = names_of_nodes("Clone Neg Squeeze Squeeze.1 ToCopy View")  # or its negative
+
+
+def averaged_elements(node: Any) -> int:
+    """Return how many targets a scalar is the mean over; 0 if none or unknown."""
+    # Run on torch 2.13.
+    while node is not None and node.name() in _SAME_SCALAR:
+        node = node.next_functions[0][0]
+    kind = "" if node is None else node.name()
+    if not (kind.startswith("MeanBackward") or getattr(node, "_saved_reduction", None) == 1):
+        return 0
+    shape = next(output_shape(above, index) for above, index in node.next_functions if above)
+    if not {int}.issuperset(map(type, shape)):  # of a nested tensor
+        return 0
+    # Of classes: [C], [N, C] or [N, C, height, width].
+    return prod(shape) // (shape[:2][-1] if kind.startswith("NllLoss") else 1)
+
+
 def saved_ints(node: Node, name: str) -> list[int]:
     """Return the integer, or integers, that a node has saved. Run on torch 2.13."""
     value = saved(node, name)

@@ -114,7 +114,7 @@ def read_replicated(call: DistributedCall, modules: _Replicas) -> tuple[Losses, 
     """Return the losses and params of a call, checked on this rank."""
     losses, params = call.read()
     _refuse_unreplicated(params, call.module, modules)
-    _refuse_static_graph(losses)
+    refuse_static_graph(losses)
     return losses, params
 
 
@@ -136,7 +136,7 @@ def _refuse_unreplicated(params: Params, tree: PyTree, modules: _Replicas) -> No
             raise UnsupportedGraphError(message(params.path(index), expected, got, fix))
 
 
-def _refuse_static_graph(losses: Losses) -> None:
+def refuse_static_graph(losses: Losses) -> None:
     """Raise if a pass would end the reduction of another module, with static_graph [M4]."""
     if not user_code.functions_alive().refused:  # no node of DDP's is alive
         return

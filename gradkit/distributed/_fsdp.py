@@ -31,11 +31,14 @@ from gradkit.distributed._agreement import (
     require_group,
 )
 from gradkit.distributed._distributed_call import DistributedCall
-from gradkit.errors import UnsupportedGraphError, message
+from gradkit.errors import StructureError, UnsupportedGraphError, message
 
 
-def run(call: DistributedCall, modules: Sequence[nn.Module]) -> tuple[PassResult, Params]:
+def run(
+    call: DistributedCall, modules: Sequence[nn.Module], *, reduced: bool = True
+) -> tuple[PassResult, Params]:
     """Return what FSDP's backward passes leave in `.grad`, and the sharded params."""
+    # Not `reduced`: the gradients of this rank's losses with respect to the whole parameters.
     _refuse_former_fsdp(modules)
     states = distributed.states_of(modules)
     groups = distributed.groups_of(states)
@@ -43,8 +46,9 @@ def run(call: DistributedCall, modules: Sequence[nn.Module]) -> tuple[PassResult
     ranks = require_groups(modules, call.name)
     # In the groups of all mesh dimensions: if one rank raises, all raise.
     plan = agree_in_all(ranks, partial(_make_plan, call, groups), same_reach=True)
+    written = plan.shards if reduced else ()
     runner = partial(
-        _ShardedRunner, shards=plan.shards, all_shards=shards, group=ranks[0], states=states
+        _ShardedRunner, shards=written, all_shards=shards, group=ranks[0], states=states
     )
     allowed = (distributed.POST_BACKWARD,)
     result = call.run(plan.losses, plan.unsharded, allowed=allowed, runner=runner)
@@ -53,11 +57,16 @@ def run(call: DistributedCall, modules: Sequence[nn.Module]) -> tuple[PassResult
     return replace(result, call=replace(result.call, passes=passes), grads=grads), plan.params
 
 
-def require_groups(modules: Sequence[nn.Module], call: str) -> list[Group]:
-    """Return the groups of all dimensions of the modules' meshes."""
+def require_groups(
+    modules: Sequence[nn.Module], call: str, *, one_mesh: bool = False
+) -> list[Group]:
+    """Return the groups of all dimensions of the modules' meshes; raise if there may be but one."""
     groups = distributed.groups_of(distributed.states_of(modules))
     meshes = [shard.sharded_param.device_mesh for shard in distributed.shards_of(groups)]
-    each = {id(mesh): mesh for mesh in meshes}.values()
+    each = dict.fromkeys(meshes)  # equal if of the same ranks
+    if one_mesh and len(each) > 1:
+        fix = "mean(group=), the process group of all ranks"
+        raise StructureError(message(call, "modules of one mesh", "several", fix))
     handles = [mesh.get_group(dim) for mesh in each for dim in range(mesh.ndim)]
     return [require_group(handle, call) for handle in handles]
 
@@ -165,7 +174,7 @@ def _refuse_unsynchronized(groups: Sequence[Any]) -> None:
 class _ShardedRunner(PassRunner):
     """A runner whose gradients are what a backward pass leaves in `.grad`."""
 
-    shards: Sequence[Tensor]  # the sharded parameters of the variables
+    shards: Sequence[Tensor]  # the sharded parameters of the variables; none: not to be reduced
     all_shards: Sequence[Tensor]  # those whose `.grad` a pass may write
     states: Sequence[Any]  # of the modules
     group: Group
@@ -184,6 +193,8 @@ class _ShardedRunner(PassRunner):
         restored = grads_put_back(list(written.values()))
         with restored, collective_errors(self.group, backend_only=True):
             try:
+                if not self.shards:  # FSDP's hooks gather, and see no gradient to reduce
+                    return PassRunner.grads(self, outputs, seeds, variables, retain=retain)
                 # For these variables only: other leaves may have hooks that step an optimizer.
                 self.backward(outputs, seeds, variables, retain=retain)
                 # Copies: the shards of a module are parts of one buffer.

@@ -663,6 +663,20 @@ def test_processes_reach_the_weights_of_one(
     assert re.search(r"conflict +digit and parity \d+%", done.stdout)
 
 
+@pytest.mark.slow
+def test_micro_batches_on_two_processes_reach_the_weights_of_one(device: torch.device) -> None:
+    done = run_script(EXAMPLES / "token_weighted.py", "--smoke", "--device", str(device))
+    assert done.returncode == 0, done.stderr
+    assert "OK 2 processes have the weights of one" in done.stdout
+    assert re.search(r"its gradient is [1-9]\d\.\d% off", done.stdout)
+
+
+def test_each_claim_about_tokens_can_fail(device: torch.device) -> None:
+    tokens = load_example("token_weighted")
+    assert tokens.failed_checks([2.0, 1.0], 1e-15) == []
+    assert len(tokens.failed_checks([1.0, 2.0], float("nan"))) == 2
+
+
 WATCHED = """
 import sys, weakref
 import multitask_ddp as ddp
