@@ -193,8 +193,8 @@ def test_every_order_of_attention_in_eager_passes(
     q.grad = k.grad = None
     with sdpa_kernel(SDPBackend.MATH):
         grads = torch.autograd.grad(loss(), [q, k], create_graph=True)
-        right = torch.autograd.grad(sum(g.square().sum() for g in grads), [q, k])
-    torch.testing.assert_close(again, list(right), rtol=1e-10, atol=1e-10)
+        seconds = torch.autograd.grad(sum(g.square().sum() for g in grads), [q, k])
+    torch.testing.assert_close(again, list(seconds), rtol=1e-10, atol=1e-10)
 
 
 def test_a_hook_on_the_node_is_in_no_formula(device: torch.device) -> None:
