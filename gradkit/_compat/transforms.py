@@ -267,6 +267,17 @@ def clone_with_node(tensor: Tensor) -> Tensor:
     return tensor.clone()
 
 
+def detached_leaf(tensor: Tensor) -> Tensor:
+    """Return a tensor without graphs and tangents that the innermost transform records."""
+    if _functorch.is_batchedtensor(tensor):
+        dim, level = _functorch.maybe_get_bdim(tensor), _functorch.maybe_get_level(tensor)
+        inner = detached_leaf(_functorch.get_unwrapped(tensor))
+        return _functorch._add_batch_dim(inner, dim, level)
+    leaf = tensor.detach()
+    _require_grad([leaf])
+    return leaf
+
+
 def run_in_level(
     fn: Callable[[list[Tensor], int], TensorLists], point: Sequence[Tensor]
 ) -> list[list[Any]]:
