@@ -373,7 +373,7 @@ def _with_differentiated_jvp(args: Sequence[Any]) -> Any:
     is_differentiated = differentiated_around(stack, FORWARD) or any(
         isinstance(x, Tensor) and 0 in recording_levels(x) for x in given
     )
-    return made_differentiable(function) if is_differentiated else function
+    return _made_differentiable(function) if is_differentiated else function
 
 
 class DifferentiatedJvps(TorchFunctionMode):
@@ -390,7 +390,7 @@ class DifferentiatedJvps(TorchFunctionMode):
 _made: WeakSet[Any] = WeakSet()
 
 
-def made_differentiable(function: Any) -> Any:
+def _made_differentiable(function: Any) -> Any:
     """Return a Function that does the same, with forward mode on where torch switches it off."""
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
