@@ -293,7 +293,7 @@ class _Rerun:
             if transforms():
                 return torch.func.jvp(fn, tuple(point), tuple(directions))[1]  # type: ignore[no-any-return]
             outputs = fn(*map(forward_ad.make_dual, point, directions))
-            return [forward_ad.unpack_dual(x).tangent for x in outputs]
+            return [forward_ad.unpack_dual(x).tangent for x in outputs]  # type: ignore[no-untyped-call]
 
 
 _Layout: TypeAlias = tuple[Structure, list[tuple[torch.Size, torch.dtype]]]
