@@ -60,11 +60,12 @@ def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
             containers) get their gradients as its arguments do.
 
     Returns:
-        A function of `fn`'s arguments. Its values, and first derivatives, have the bits of `fn`'s;
-        what needs no grad is as `fn` gives it. The second run draws the same random numbers, under
-        the same autocast, with its modules in the mode, and with the tensors, of the first (the
-        params of a `make_functional` call, say); buffers are as after one run. What `fn` assigns to
-        attributes of its modules, such as an auxiliary loss, has a gradient, too.
+        A function of `fn`'s arguments. Its values and first derivatives have the bits of `fn`'s (a
+        tensor with three uses or more: another order of sums); what needs no grad is as it was. The
+        second run draws the same random numbers, under the same autocast, with its modules in the
+        mode, and with the tensors, of the first (the params of a `make_functional` call, say);
+        buffers are as after one run. What `fn` assigns to attributes of its modules, such as an
+        auxiliary loss, has a gradient, too. While a call runs, no other thread may use the modules.
 
         Forward mode runs `fn` twice, and saves no memory. With `create_graph=True`, as inside of
         torch.func's own transforms, a pass keeps the graphs that it makes. While torch.compile
