@@ -48,7 +48,7 @@ DIST = {
 }  # fmt: skip
 FUNC = {
     "value_and_grads", "per_loss_grads", "per_sample_grads", "hvp", "make_functional", "vjp", "jvp",
-    "ggn_vp", "check_grads", "staged_value_and_grads", "linearize",
+    "ggn_vp", "check_grads", "staged_value_and_grads", "linearize", "checkpoint",
 }  # fmt: skip
 REPORT = {
     "Comparison", "Conflicts", "Difference", "Explanation", "History", "LossGraph", "Part",

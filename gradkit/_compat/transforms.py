@@ -186,6 +186,21 @@ def layers(tensor: Tensor) -> Iterator[Tensor]:
         yield tensor
 
 
+def data_of(tensor: Tensor) -> Tensor:
+    """Return the data that transforms have wrapped in a tensor."""
+    *_, data = layers(tensor)
+    return data
+
+
+@contextmanager
+def no_transforms() -> Iterator[None]:
+    """Run the block outside of all transforms."""
+    with undo_stack() as left:
+        while transforms():
+            left.enter_context(temporarily_pop_interpreter_stack())
+        yield
+
+
 def without_innermost_tangent(tensor: Tensor) -> Tensor:
     """Return a tensor without its tangent of the innermost jvp around this call."""
     # vmap has no rule for unpack_dual.
@@ -215,7 +230,7 @@ def memory_of(tensor: Tensor) -> tuple[Any, ...]:
     """Return what tells the memory of a tensor, or of what transforms wrap in it: storage first."""
     # Run on torch 2.13.
     with torch._C.DisableTorchFunction(), INSIDE:  # a mode around would see each attribute
-        *_, data = layers(tensor)
+        data = data_of(tensor)
         if data.layout != torch.strided:
             return (id(data),)
         parts = data.storage_offset(), data.shape, data.stride(), data.dtype
@@ -265,6 +280,17 @@ def clone_with_node(tensor: Tensor) -> Tensor:
         tensor = tensor.view_as(tensor)  # not detached: a transform around may differentiate it
         _require_grad([tensor])
     return tensor.clone()
+
+
+def detached_leaf(tensor: Tensor) -> Tensor:
+    """Return a tensor without graphs and tangents that the innermost transform records."""
+    if _functorch.is_batchedtensor(tensor):
+        dim, level = _functorch.maybe_get_bdim(tensor), _functorch.maybe_get_level(tensor)
+        inner = detached_leaf(_functorch.get_unwrapped(tensor))
+        return _functorch._add_batch_dim(inner, dim, level)
+    leaf = tensor.detach()
+    _require_grad([leaf])
+    return leaf
 
 
 def run_in_level(

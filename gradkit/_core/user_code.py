@@ -62,7 +62,7 @@ def _contents(value: object) -> list[Any]:
         names = () if of_library else value.__code__.co_names
         read = [value.__globals__[name] for name in names if name in value.__globals__]
         defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
-        return [*chain.from_iterable(map(_cell, value.__closure__ or ())), *read, *defaults]
+        return [*chain.from_iterable(map(cell_contents, value.__closure__ or ())), *read, *defaults]
     if isinstance(value, Mapping | list | tuple | set | frozenset):
         items = value.values() if isinstance(value, Mapping) else value
         return list(items) if len(value) <= _MAX_LENGTH else []
@@ -71,7 +71,8 @@ def _contents(value: object) -> list[Any]:
     return [*vars(value).values(), *([type(value).__call__] if callable(value) else [])]
 
 
-def _cell(cell: CellType) -> list[Any]:
+def cell_contents(cell: CellType) -> list[Any]:
+    """Return the value of a variable of a closure, in a list; none if it has none yet."""
     try:
         return [cell.cell_contents]
     except ValueError:  # the variable has no value yet

@@ -129,6 +129,13 @@ class ModuleSnapshot:
                     else:
                         self._empty.append(value)
 
+    def changed_attributes(self) -> Iterator[tuple[dict[str, Any], str]]:
+        """Yield the tables, and keys there, of attributes that are other objects now."""
+        for attributes, copy in self._attributes:
+            for name, value in attributes.items():
+                if copy.get(name) is not value:
+                    yield attributes, name
+
     def restore(self) -> None:
         """Put back what has changed."""
         for attributes, copy in self._attributes:

@@ -103,8 +103,9 @@ def different_result(where: str) -> UnsupportedGraphError:
     expected = "a function that gives the same when it runs again, in the backward pass"
     got = "another result than before: it reads something that has changed since (a variable of a "
     got += "loop, a module, a list), or draws from its own generator"
-    fix = 'pass what changes as an argument, in the batch, say; or run it once: memory="store", '
-    return UnsupportedGraphError(message(where, expected, got, fix + "chunk_size=None"))
+    fix = "pass what changes as an argument, in the batch, say; or run it once: without "
+    fix += 'checkpoint, memory="store", chunk_size=None'
+    return UnsupportedGraphError(message(where, expected, got, fix))
 
 
 @dataclass
@@ -193,6 +194,11 @@ class RerunState:
         """Remember checksums of the first run's outputs."""
         self._checksums = checksums(outputs)
         self._writes.made.clear()
+
+    def put_back(self) -> None:
+        """Undo what the first run has written and drawn."""
+        _restore(self._writes.snapshots)
+        rng.restore(self._rng)
 
     @contextmanager
     def second_run(self) -> Iterator[SecondRun]:

@@ -8,6 +8,7 @@ of a function; `staged_value_and_grads` differentiates the loss of a whole batch
 """
 
 from gradkit.func._check_grads import check_grads
+from gradkit.func._checkpoint import checkpoint
 from gradkit.func._grads import per_loss_grads, per_sample_grads, value_and_grads
 from gradkit.func._make_functional import make_functional
 from gradkit.func._products import ggn_vp, hvp, jvp, linearize, vjp
@@ -15,6 +16,7 @@ from gradkit.func._staged import staged_value_and_grads
 
 __all__ = [
     "check_grads",
+    "checkpoint",
     "ggn_vp",
     "hvp",
     "jvp",

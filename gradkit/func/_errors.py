@@ -167,7 +167,7 @@ _KNOWN = {
     ("saved tensor hooks", "vmap over _NoopSaveInputs"): (  # the latter: a checkpoint in torch 2.11
         _DIFFERENTIABLE,
         "saved-tensor hooks: a checkpoint, or save_on_cpu",
-        f"leave them out, or {_EAGERLY}",
+        f"gradkit.func.checkpoint(fn)(x) in the place of a checkpoint; or {_EAGERLY}",
     ),
     (
         "backward() called inside a functorch transform",

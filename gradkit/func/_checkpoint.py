@@ -1,0 +1,436 @@
+"""checkpoint: a function that keeps its arguments, and no graph, and runs again in a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain, compress
+from types import CellType
+from typing import Any, TypeAlias, cast
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.autograd import Function, forward_ad
+from torch.overrides import TorchFunctionMode
+
+from gradkit._autograd.engine import inner_grads
+from gradkit._autograd.passes import InnerPass
+from gradkit._checks.higher_derivatives import refuse_wrong_derivative
+from gradkit._compat import transforms as levels
+from gradkit._compat.dynamo import leave_uncompiled
+from gradkit._compat.transforms import BATCH, carries_graph, transforms, unbatched
+from gradkit._compat.undoing import INSIDE, undo_stack, undone
+from gradkit._core import pytree, user_code
+from gradkit._core.call import check_function
+from gradkit._core.grad_recorder import observed_tensors
+from gradkit._core.graph import Subgraph, edge
+from gradkit._core.params import Grads, Tensors, refuse_distributed
+from gradkit._core.pytree import PyTree, Structure
+from gradkit._core.user_code import captured_by
+from gradkit._state.copy_on_write import CopyOnWrite, CopyOnWriteMode
+from gradkit._state.module_state import ModuleSnapshot, alone_with, modules_put_back
+from gradkit._state.rerun import RerunState, recording_writes
+from gradkit._torch_bugs.monitor import ForwardMonitor, OpMonitor
+from gradkit.errors import GradkitError, UnsupportedGraphError, describe, message
+from gradkit.func._differentiate import detached_but_tangents as _detached
+from gradkit.func._errors import named_errors
+
+
+def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that does what `fn` does, without keeping its graph for a backward pass.
+
+    A pass that needs the graph runs `fn` a second time. It works wherever `fn` does: under
+    `.backward()`, all of gradkit and torch.func, to any order, inside of itself.
+
+    Example:
+        >>> import torch, gradkit
+        >>> def block(w, x):
+        ...     return torch.tanh(x @ w)
+        >>> def loss(w):
+        ...     return gradkit.func.checkpoint(block)(w, torch.ones(1, 2)).sum()
+        >>> gradkit.func.value_and_grads(loss)(torch.zeros(2, 1))
+        (tensor(0.), tensor([[1.],
+                [1.]]))
+
+    Args:
+        fn: A function, or a module, of any trees of tensors and other objects, which it must not
+            change, to a tree. The modules and tensors that it refers to (in closures, attributes,
+            containers) get their gradients as its arguments do.
+
+    Returns:
+        A function of `fn`'s arguments. Its values and first derivatives have the bits of `fn`'s (a
+        tensor with three uses or more: another order of sums); what needs no grad is as it was. The
+        second run draws the same random numbers, under the same autocast, with its modules in the
+        mode, and with the tensors, of the first (the params of a `make_functional` call, say);
+        buffers are as after one run. What `fn` assigns to attributes of its modules, such as an
+        auxiliary loss, has a gradient, too. While a call runs, no other thread may use the modules.
+
+        Forward mode runs `fn` twice, and saves no memory. With `create_graph=True`, as inside of
+        torch.func's own transforms, a pass keeps the graphs that it makes. While torch.compile
+        traces, it is torch's non-reentrant checkpoint; inside a transform there, `fn` itself.
+
+    Raises:
+        UnsupportedGraphError: `fn` uses a tensor that requires grad, and to which nothing that can
+            be seen refers; it keeps a tensor with a graph in a list or a closure; it is sharded.
+            In a pass: `fn` gave another result when it ran again.
+
+    Source:
+        `jax.checkpoint`, https://docs.jax.dev/en/latest/gradient-checkpointing.html; and
+        `torch.utils.checkpoint.checkpoint`, for what is restored. Griewank, Walther 2000,
+        "Algorithm 799: Revolve", https://doi.org/10.1145/347837.347846
+    """
+    check_function(fn)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() and not transforms():
+            by_torch: Any = torch.utils.checkpoint.checkpoint
+            return by_torch(fn, *args, use_reentrant=False, **kwargs)
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return fn(*args, **kwargs)
+        others = (x for x in pytree.flatten((args, kwargs))[0] if not isinstance(x, Tensor))
+        roots = [fn, *others]
+        modules = [one for one in captured_by(*roots) if isinstance(one, nn.Module)]
+        for module in modules:
+            refuse_distributed(module, lambda: "fn")
+        with alone_with(*modules):
+            return named_errors(_Rerun(fn, args, kwargs, roots, modules).first_run)
+
+    return call
+
+
+class _Rerun:
+    """One call of a function: what its first run had, for the second."""
+
+    def __init__(
+        self, fn: Callable[..., Any], args: Any, kwargs: Any, roots: list[Any], modules: list[Any]
+    ) -> None:
+        self._fn, self._roots, self._modules = fn, roots, modules
+        self._given, self._rebuild = pytree.partition_tensors((args, kwargs))
+        self._reachable = _reachable(roots, modules)
+        # A mode around may have another in the stead of one: a copy that was written on, or what a
+        # checkpoint around computes with.
+        pairs = [(x, x.to(x.dtype)) for x in self._reachable.values()]
+        is_input = levels.is_transform_tensor
+        pairs = [(x, now) for x, now in pairs if now is not x or _carries(now) or is_input(now)]
+        self._captured, self._values = [x for x, _ in pairs], [now for _, now in pairs]
+        self._monitored = any(isinstance(mode, _MONITORS) for mode in levels.function_modes())
+        self._snapshots = list(map(ModuleSnapshot, modules))
+        self._cells = _contents(_cells(fn, {}).values())
+        self._assigned: list[tuple[dict[str, Any], str]] = []
+        self._state = RerunState([*self._given, *self._values])
+
+    def first_run(self) -> Any:
+        """Run the function, and return what it does, with one node in the stead of a graph."""
+        observed = len(observed_tensors())
+        inputs = [*self._given, *self._values]
+        leaves = [levels.detached_leaf(x) if _carries(x) else x for x in inputs]
+        try:
+            with self._state.first_run(), recording_writes(), self._substituted(leaves):
+                out = self._run(leaves)
+            self._read_attributes({id(leaf): x for leaf, x in zip(leaves, inputs, strict=True)})
+            outputs, self._layout, rebuild = self._read(out)
+            self._refuse_other_graphs(outputs, leaves)
+            if len(observed_tensors()) > observed:
+                raise UnsupportedGraphError(_OBSERVED)
+            result, attributes = rebuild(self._recorded(outputs, leaves))
+            for (table, key), value in zip(self._assigned, attributes, strict=True):
+                table[key] = value
+                self._reachable[id(value)] = value
+            now = _reachable(self._roots, self._modules)
+            if any(map(_carries, (now[key] for key in now.keys() - self._reachable.keys()))):
+                raise UnsupportedGraphError(_KEEPS_A_GRAPH)
+        except GradkitError:
+            for snapshot in self._snapshots:
+                snapshot.restore()
+            self._state.put_back()
+            raise
+        self._reachable = {}
+        return result
+
+    def _read_attributes(self, inputs: dict[int, Tensor]) -> None:
+        """Note which attributes of modules a run has assigned that are tensors with a graph."""
+        pairs = chain.from_iterable(one.changed_attributes() for one in self._snapshots)
+        for table, key in {(id(table), key): (table, key) for table, key in pairs}.values():
+            value = table[key] = _replaced(table[key], inputs)  # an LSTM lists its weights anew
+            is_new = isinstance(value, Tensor) and id(value) not in self._reachable
+            if is_new and _carries(value):
+                self._assigned.append((table, key))
+
+    def _refuse_other_graphs(self, outputs: Tensors, leaves: Tensors) -> None:
+        """Raise if outputs depend on tensors with a graph that were no leaves of the run."""
+        own = set().union(*map(levels.recording_levels, leaves))
+        ids = {id(unbatched(leaf)) for leaf in leaves}
+        for key, leaf in Subgraph(map(unbatched, outputs)).leaves.items():
+            # One that an operator of the run has made is its own: x.detach().requires_grad_().
+            if key not in ids and (transforms() or not self._state.made(leaf)):
+                raise UnsupportedGraphError(_unseen(leaf))
+        for output in outputs:
+            if levels.recording_levels(output) - own or _has_tangent(output):
+                raise UnsupportedGraphError(_unseen(output))
+
+    def _recorded(self, outputs: Tensors, leaves: Tensors) -> Tensors:
+        """Return the outputs, those with a graph as results of one node."""
+        self._differentiable = list(map(carries_graph, outputs))
+        # A vmap may arrange the data in another way when it runs again.
+        self._is_compared = BATCH not in transforms()
+        with levels.no_transforms(), INSIDE:
+            self._state.record_outputs(
+                list(map(levels.data_of, outputs)) if self._is_compared else ()
+            )
+        reached = Subgraph(map(unbatched, outputs)).leaves.keys()
+        pairs = zip(self._values, leaves[len(self._given) :], strict=True)
+        needed = [x is leaf or id(unbatched(leaf)) in reached for x, leaf in pairs]
+        operands = [*self._given, *compress(self._values, needed)]
+        self._captured = list(compress(self._captured, needed))
+        self._given, self._values = [], []  # from here on, the node keeps them
+        values = [x.detach() for x in compress(outputs, self._differentiable)]
+        if not values:
+            return outputs
+        made = _Checkpoint.apply(self, len(values), *values, *operands)  # type: ignore[no-untyped-call]
+        return _merged(outputs, self._differentiable, made)
+
+    def _read(self, out: Any) -> tuple[Tensors, _Layout, Callable[[Iterable[Tensor]], PyTree]]:
+        """Return the tensors that a run has returned, and assigned to attributes."""
+        tree = out, [table.get(key) for table, key in self._assigned]
+        outputs, rebuild = pytree.partition_tensors(tree)
+        return outputs, (pytree.flatten(tree)[1], [(x.shape, x.dtype) for x in outputs]), rebuild
+
+    def _run(self, tensors: Sequence[Tensor]) -> Any:
+        args, kwargs = self._rebuild(tensors)
+        return self._fn(*args, **kwargs)
+
+    @contextmanager
+    def _substituted(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Let the captured tensors be the last of these in the block, also in modules."""
+        last = tensors[len(tensors) - len(self._captured) :]
+        new = {id(x): now for x, now in zip(self._captured, last, strict=True)}
+        changed: list[tuple[dict[str, Any], str, Tensor]] = []
+
+        def put_back() -> None:
+            for table, key, before in changed:
+                if table.get(key) is new[id(before)]:
+                    table[key] = before
+
+        with undone(put_back):
+            for table in _tables(self._modules) if new else ():
+                changed += [(table, key, x) for key, x in table.items() if id(x) in new]
+            for table, key, before in changed:
+                table[key] = new[id(before)]
+            with _Substitution(new), INSIDE:
+                yield
+
+    @contextmanager
+    def second_run(self, tensors: Sequence[Tensor]) -> Iterator[Tensors]:
+        """Run the function again, and yield those outputs that have a graph."""
+        with undo_stack() as stack:
+            second = stack.enter_context(self._state.second_run())
+            stack.enter_context(modules_put_back(self._modules))
+            stack.enter_context(
+                undone(partial(_set_contents, _contents(cell for cell, _ in self._cells)))
+            )
+            _set_contents(self._cells)
+            for snapshot in self._snapshots:
+                snapshot.restore()
+            stack.enter_context(self._substituted(tensors))
+            if self._monitored:
+                stack.enter_context(ForwardMonitor())
+            if transforms():  # which let nothing write on what was made outside of them
+                reachable = _reachable(self._roots, self._modules).values()
+                memory = set(map(levels.memory_of, reachable))
+                writes = CopyOnWrite(lambda x: levels.memory_of(x) in memory)
+                stack.enter_context(CopyOnWriteMode(writes))
+            outputs, layout, _ = self._read(self._run(tensors))
+            if layout != self._layout:
+                raise UnsupportedGraphError(_OTHER_STRUCTURE)
+            if self._is_compared and BATCH not in transforms():
+                with levels.no_transforms(), INSIDE:
+                    second.compare(list(map(levels.data_of, outputs)), "fn")
+            yield list(compress(outputs, self._differentiable))
+
+    def grads(self, tensors: Tensors, needed: Sequence[bool], cotangents: Grads) -> Grads:
+        """Return the gradients of the tensors that need one, from a pass through a second run."""
+        tensors = list(map(levels.without_ended_levels, tensors))
+        sources = [*tensors, *(x for x in cotangents if x is not None)]
+        create = torch.is_grad_enabled() and any(map(carries_graph, sources))
+
+        def of(outputs: Tensors, variables: Tensors) -> Grads:
+            return inner_grads(outputs, variables, cotangents, create_graph=create)
+
+        def in_level(variables: Tensors, _: int) -> list[Grads]:
+            with self.second_run(_merged(tensors, needed, variables)) as outputs, INSIDE:
+                return [of(outputs, variables)]
+
+        if transforms():
+            point = list(compress(tensors, needed))
+            with levels.compiled_autograd_disabled():
+                grads = levels.run_in_level(in_level, point if create else _detached(point))[0]
+            return _merged([None] * len(needed), needed, grads)
+        with torch.enable_grad(), INSIDE:
+            inputs = [
+                x.view_as(x) if create and x.requires_grad else cut.requires_grad_(need)
+                for x, cut, need in zip(tensors, _detached(tensors), needed, strict=True)
+            ]
+            variables = list(compress(inputs, needed))
+            with self.second_run(inputs) as outputs, INSIDE:
+                below = Subgraph(outputs, stop={edge(x).node for x in variables})
+                if create:
+                    refuse_wrong_derivative(lambda: "fn", variables, below, by_formula=True)
+                one = InnerPass("fn", "its input {}".format, variables, below, cotangents)
+                grads = one.guarded(partial(of, outputs, variables), create_graph=create)
+        return _merged([None] * len(needed), needed, grads)
+
+    def tangents(self, tensors: Tensors, tangents: Grads) -> Sequence[Tensor | None]:
+        """Return the tangents of the outputs."""
+        moves = [x is not None for x in tangents]
+        point, directions = compress(tensors, moves), cast("Any", compress(tangents, moves))
+
+        def fn(*variables: Tensor) -> tuple[Tensor, ...]:
+            with self.second_run(_merged(tensors, moves, variables)) as outputs, INSIDE:
+                return tuple(outputs)
+
+        with torch.enable_grad(), levels.forward_mode_on(), INSIDE:
+            if transforms():
+                return torch.func.jvp(fn, tuple(point), tuple(directions))[1]  # type: ignore[no-any-return]
+            outputs = fn(*map(forward_ad.make_dual, point, directions))
+            return [forward_ad.unpack_dual(x).tangent for x in outputs]  # type: ignore[no-untyped-call]
+
+
+_Layout: TypeAlias = tuple[Structure, list[tuple[torch.Size, torch.dtype]]]
+_MONITORS = OpMonitor, ForwardMonitor
+
+
+def _reachable(roots: Iterable[object], modules: Iterable[nn.Module]) -> dict[int, Tensor]:
+    """Return the tensors that objects refer to, and those of modules, by id."""
+    values = chain.from_iterable(table.values() for table in _tables(modules))
+    every = (*captured_by(*roots), *captured_by(*values))
+    return {id(x): x for x in every if isinstance(x, Tensor)}
+
+
+_Contents: TypeAlias = list[tuple[CellType, Any]]
+
+
+def _cells(fn: Any, cells: dict[int, CellType]) -> dict[int, CellType]:
+    """Return the cells of a function's variables, by id, and of the functions in them."""
+    fn = fn.func if isinstance(fn, partial) else getattr(fn, "__func__", fn)
+    new = [cell for cell in getattr(fn, "__closure__", None) or () if id(cell) not in cells]
+    cells |= {id(cell): cell for cell in new}
+    for _, value in _contents(new):
+        _cells(value, cells)
+    return cells
+
+
+def _contents(cells: Iterable[Any]) -> _Contents:
+    """Return the value of each variable that has one."""
+    return [(cell, value) for cell in cells for value in user_code.cell_contents(cell)]
+
+
+def _set_contents(contents: _Contents) -> None:
+    for cell, value in contents:
+        cell.cell_contents = value
+
+
+def _tables(modules: Iterable[nn.Module]) -> list[dict[str, Any]]:
+    """Return the dictionaries in which modules, and their parts, have their tensors."""
+    parts = {id(part): part for module in modules for part in module.modules()}
+    tables = [(vars(part), part._parameters, part._buffers) for part in parts.values()]
+    return list(chain.from_iterable(tables))
+
+
+def _has_tangent(tensor: Tensor) -> bool:
+    return levels.in_dual_level() and levels.carries_tangent(tensor)
+
+
+def _carries(tensor: Tensor) -> bool:
+    return carries_graph(tensor) or _has_tangent(tensor)
+
+
+def _merged(base: Sequence[Any], where: Sequence[bool], values: Iterable[Any]) -> list[Any]:
+    """Return a list with these values where it says so."""
+    rest = iter(values)
+    return [next(rest) if here else x for x, here in zip(base, where, strict=True)]
+
+
+class _Substitution(TorchFunctionMode):
+    """Gives operations other tensors in the stead of some."""
+
+    def __init__(self, new: dict[int, Tensor]) -> None:
+        super().__init__()
+        self._new = new
+
+    @leave_uncompiled
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation."""
+        given = {name: _replaced(x, self._new) for name, x in (kwargs or {}).items()}
+        return func(*_replaced(args, self._new), **given)
+
+
+def _replaced(value: Any, new: dict[int, Tensor]) -> Any:
+    """Return a tensor, or a list of several, with others in the stead of some."""
+    if isinstance(value, Tensor):
+        return new.get(id(value), value)
+    is_list = type(value) in (list, tuple)
+    return type(value)(_replaced(x, new) for x in value) if is_list else value
+
+
+class _Checkpoint(Function):
+    """Outputs that exist, as results of what they were computed from."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(rerun: _Rerun, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.clone() for x in tensors[:count])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.rerun, ctx.first = inputs[0], 2 + inputs[1]
+        ctx.save_for_backward(*inputs[ctx.first :])
+        with (
+            torch.enable_grad(),
+            levels.forward_mode_on(),
+            INSIDE,
+        ):  # the tangents of the level of a jvp come apart
+            primals = map(levels.without_innermost_tangent, inputs[ctx.first :])
+            ctx.save_for_forward(*primals)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
+        needed = ctx.needs_input_grad[ctx.first :]
+        grads = ctx.rerun.grads(ctx.saved_tensors, needed, cotangents)
+        return (*[None] * ctx.first, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
+        return tuple(ctx.rerun.tangents(ctx.saved_tensors, tangents[ctx.first :]))
+
+
+_FUNCTION = "a function of its arguments, and of what it can be seen to refer to"
+_ARGUMENT = "pass the tensor as an argument: checkpoint(fn)(x, w)"
+
+
+def _unseen(tensor: Tensor) -> str:
+    got = f"one that uses a tensor with a graph from elsewhere ({describe(tensor)}): its gradient "
+    return message("fn", _FUNCTION, f"{got}would be lost", _ARGUMENT)
+
+
+_KEEPS_A_GRAPH = message(
+    "fn",
+    "a function that returns what it computes, or assigns it to attributes of its modules",
+    "one that keeps a tensor with a graph in a list, a dictionary or a closure",
+    "return the tensor, and append it outside: y, aux = checkpoint(fn)(x)",
+)
+_OTHER_STRUCTURE = message(
+    "fn",
+    "a function that returns the same structure when it runs again, in the backward pass",
+    "other containers, shapes or dtypes than in its first run",
+    "pass what changes as an argument; or call it without checkpoint",
+)
+_OBSERVED = message(
+    "safe_retain",
+    "a forward pass with a graph",
+    "one in gradkit.func.checkpoint: its graph is made in the backward pass",
+    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or retain what fn returns",
+)
