@@ -6,7 +6,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -31,6 +31,7 @@ from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._state.grad_attribute import grads_put_back, set_grads
 from gradkit._state.recomputed_tensors import recompute_hooks, recomputed_tensor_sources
 from gradkit._torch_bugs.missing import missing_derivative
+from gradkit._torch_bugs.node_formulas import differentiated_by_formula
 from gradkit.errors import FreedGraphError, UnsupportedGraphError, message
 
 
@@ -72,7 +73,11 @@ def run_grad(
 def recording(call: Call) -> Iterator[None]:
     """Run passes whose gradients get a graph: with what is recomputed, and Functions in it."""
     users = call.functions.users
-    with recompute_hooks(), _refuse_undifferentiable(call) if users else INSIDE, INSIDE:
+    with undo_stack() as stack:
+        stack.enter_context(recompute_hooks())
+        stack.enter_context(differentiated_by_formula(call.whole))
+        if users:
+            stack.enter_context(refuse_undifferentiable(call.losses.first_paths, call.whole))
         yield
 
 
@@ -100,10 +105,6 @@ def run_batch(
         raise
 
 
-def _refuse_undifferentiable(call: Call) -> AbstractContextManager[None]:
-    return refuse_undifferentiable(call.losses.first_paths, call.whole)
-
-
 def run_backward(
     call: Call,
     outputs: Sequence[Tensor],
@@ -114,7 +115,8 @@ def run_backward(
 ) -> None:
     """Accumulate the gradient of a weighted sum of outputs into `.grad` of some, or all, leaves."""
     restoring = call.create_graph and call.functions.users
-    with _grads_restored_on_error(call) if restoring else INSIDE:
+    formulas = differentiated_by_formula(call.whole) if call.create_graph else INSIDE
+    with _grads_restored_on_error(call) if restoring else INSIDE, formulas:
         try:
             options = retain_graph, call.create_graph
             torch.autograd.backward(outputs, seeds, *options, inputs=variables)
@@ -130,7 +132,7 @@ def _grads_restored_on_error(call: Call) -> Iterator[None]:
     leaves = list(call.whole.leaves.values())
     before = [leaf.grad for leaf in leaves]
     try:
-        with _refuse_undifferentiable(call):
+        with refuse_undifferentiable(call.losses.first_paths, call.whole):
             yield
     except UnsupportedGraphError:
         set_grads(leaves, before)

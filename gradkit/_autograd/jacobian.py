@@ -20,6 +20,7 @@ from gradkit._core.graph import Subgraph
 from gradkit._core.leaf_arithmetic import uncompressed
 from gradkit._core.ownership import PLAIN_TYPES, empty_for, zeros_for
 from gradkit._core.params import Params
+from gradkit._torch_bugs.node_formulas import holds_formulas
 from gradkit.errors import GradkitError, UnsupportedGraphError, first_line, message, warn_fallback
 
 # What the engine's batched mode gets wrong, or cannot do [G1, G6].
@@ -38,6 +39,7 @@ _MOST_IN_ALL = 1 << 22
 _LARGEST = {"cpu": 1 << 17, "cuda": 1 << 20}
 
 _NO_LEAF = "the gradient of a tensor that is no leaf is taken where it arrives, one at a time"
+_BY_FORMULA = "the derivative of a gradient is that of a formula, which takes one at a time"
 _NOTHING_TO_BATCH = (
     "a loss of one element is a batch of one; the losses of a tree are not batched with each "
     "other, which would push zeros through each other's graphs, and 0 * inf is nan"
@@ -58,6 +60,8 @@ def choose(strategy: str, call: Call) -> set[int]:
         variables = call.passes[0].params.variables
         if loss.retains_grad or any(v.grad_fn is not None for v in variables):
             return _NO_LEAF
+        if call.create_graph and holds_formulas(below(loss)):
+            return _BY_FORMULA
         return why_not_batched(below(loss))
 
     batch = losses_to_batch(strategy, losses, why_not, below)

@@ -21,6 +21,7 @@ from gradkit._core.grad_recorder import observers
 from gradkit._core.graph import kinds_in_short_pass
 from gradkit._core.user_code import hooks_registered
 from gradkit._state.recomputed_tensors import recomputed_tensor_sources
+from gradkit._torch_bugs.node_formulas import holds_formulas
 
 # In this process:
 HOOKS = 1 << 0  # someone has registered a hook, of any kind
@@ -38,7 +39,8 @@ CHANGED = 1 << 10  # such a variable is a view, or was changed in place
 COMPILED_VALUES = 1 << 11  # such a variable is the result of a compiled function
 SUBCLASSES = 1 << 12  # a variable is of a subclass of torch's tensors
 CREATES_GRAPH = 1 << 13  # a derivative of the gradients may be taken, and wrong
-RECORDED = 1 << 14  # the gradients get a graph, and a Function or what is recomputed may be in it
+# The gradients get a graph, and a Function, what is recomputed, or what has a formula may be in it.
+RECORDED = 1 << 14
 CONSTANT = 1 << 15  # torch.func differentiates a loss, and would take its gradients for constants
 MUST_REACH = 1 << 16  # `unused="error"`
 SEVERAL_LOSSES = 1 << 17
@@ -99,7 +101,7 @@ def around(call: Call) -> int:
         if users or recomputed_tensor_sources:
             bits |= RECORDED
         if not _is_differentiable(call, bits):
-            bits |= CREATES_GRAPH
+            bits |= CREATES_GRAPH | (RECORDED if holds_formulas(call.whole) else 0)
     elif any(map(is_differentiated_tensor, call.outputs)):
         bits |= CONSTANT
     call.around = bits

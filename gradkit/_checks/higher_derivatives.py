@@ -105,11 +105,7 @@ def may_be_wrong(kinds: Iterable[type]) -> bool:
 
 
 def refuse_wrong_derivative(
-    where: Callable[[], str],
-    variables: Sequence[Tensor],
-    below: Subgraph,
-    *,
-    by_formula: bool = False,
+    where: Callable[[], str], variables: Sequence[Tensor], below: Subgraph
 ) -> None:
     """Raise if a pass executes a node whose derivative torch gets wrong, drops, or lacks."""
     once = set(filter(_is_once_differentiable, user_functions(below.kinds)))
@@ -117,11 +113,8 @@ def refuse_wrong_derivative(
         return
     leading = below.leading_to(variables)
     _refuse_values(where, leading, create_graph=True)
-    nodes = {
-        kind_of_node(node): type(node)
-        for node in leading
-        if not (by_formula and has_formula(node))  # by which `InnerPass` differentiates
-    }
+    # Those that have a formula are differentiated by it.
+    nodes = {kind_of_node(node): type(node) for node in leading if not has_formula(node)}
     for name, kind in sorted(nodes.items()):
         if kind in once:
             raise UnsupportedGraphError(undifferentiable_message(where(), kind))

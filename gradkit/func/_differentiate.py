@@ -123,7 +123,7 @@ class LevelPasses:
         if not (is_eager or self.in_transform or self.option):
             return True  # only weights are recorded, in which the gradients are linear
         keep = self.allows(
-            lambda: refuse_wrong_derivative(lambda: "the loss", variables, below, by_formula=True),
+            lambda: refuse_wrong_derivative(lambda: "the loss", variables, below),
             may_differentiate=self.in_transform,
         )
         if keep and is_eager and not active_monitors():  # one around a call sees all that is in it

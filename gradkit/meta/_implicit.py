@@ -310,7 +310,7 @@ def _hessian_product(slope: Tensors, at: Tensors, u: Tensors) -> Sequence[Tensor
     monitor.note_graph(below)
     monitor.check()
     if keep:
-        refuse_wrong_derivative(lambda: "matvec(u)", at, below, by_formula=True)
+        refuse_wrong_derivative(lambda: "matvec(u)", at, below)
     one = InnerPass("matvec(u)", "params, variable {}".format, at, below, u)
     return one.guarded(run, create_graph=keep)
 
@@ -322,7 +322,7 @@ def _or_zeros(grads: Sequence[Tensor | None], at: Tensors) -> Tensors:
 def _check_graph(loss: Tensor, at: Tensors) -> Subgraph:
     below = Subgraph([loss] if loss.requires_grad else [])
     eager_graph.refuse_nodes(map(type, below.nodes), "inner_loss")
-    refuse_wrong_derivative(lambda: "inner_loss", at, below, by_formula=True)
+    refuse_wrong_derivative(lambda: "inner_loss", at, below)
     if below.leaves.keys().isdisjoint(map(id, at)):
         expected, got = "a loss that depends on params", "one that does not depend on them"
         fix = "compute it from inner_loss's own arguments"

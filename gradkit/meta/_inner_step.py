@@ -322,7 +322,7 @@ def _check_graph(loss: Tensor, variables: Tensors, *, create_graph: bool) -> Sub
     if alive.refused:
         eager_graph.refuse_nodes(map(type, below.nodes.difference(below.stop)), "the inner loss")
     if create_graph:
-        refuse_wrong_derivative(lambda: "the inner loss", variables, below, by_formula=True)
+        refuse_wrong_derivative(lambda: "the inner loss", variables, below)
     if user_code.hooks_registered() or (create_graph and holds_formulas(below)):
         return below
     # Those that are alive may be the steps before this one.
@@ -383,7 +383,7 @@ class _Segment:
             run.compare(outputs, "loss_fn")
             below = Subgraph(outputs, stop={edge(variable).node for variable in variables})
             if create_graph:
-                refuse_wrong_derivative(lambda: "loss_fn", variables, below, by_formula=True)
+                refuse_wrong_derivative(lambda: "loss_fn", variables, below)
             one = InnerPass("loss_fn", "its input {}".format, variables, below, cotangents)
             pull = partial(inner_grads, outputs, variables, cotangents, create_graph=create_graph)
             reached = iter(one.guarded(pull, create_graph=create_graph))
