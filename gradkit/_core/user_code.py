@@ -280,6 +280,7 @@ def _free_threaded() -> bool:
 
 _GRADKIT_MODULES = {
     "gradkit._core.constant_function",
+    "gradkit._torch_bugs.attention",
     "gradkit._torch_bugs.node_formulas",
     "gradkit._torch_bugs.special_functions",
 }

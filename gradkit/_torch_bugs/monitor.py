@@ -39,6 +39,7 @@ from gradkit._compat.undoing import INSIDE, undone
 from gradkit._core import pytree
 from gradkit._core.graph import Subgraph
 from gradkit._state.copy_on_write import CopyOnWrite, is_in_place
+from gradkit._torch_bugs import attention
 from gradkit._torch_bugs.table import (
     ALIASES,
     BATCHED,
@@ -53,7 +54,7 @@ from gradkit._torch_bugs.table import (
 )
 from gradkit.errors import UnsupportedGraphError, message
 
-_BACKWARD_PASS, _FUNCTION = "a backward pass", "a Function"
+_BACKWARD_PASS, _FUNCTION, _ATTENTION = "a backward pass", "a Function", "attention"
 _NAMES: dict[Any, str] = {
     getattr(owner, alias): name
     for alias, name in ALIASES.items()
@@ -61,7 +62,7 @@ _NAMES: dict[Any, str] = {
     if hasattr(owner, alias)
 }
 _NAMES |= dict.fromkeys((torch.autograd.grad, autograd_grad), _BACKWARD_PASS)
-_NAMES[apply_function] = _FUNCTION
+_NAMES |= {apply_function: _FUNCTION, **dict.fromkeys(attention.OPERATIONS, _ATTENTION)}
 # Of `**`, which torch.compile does not find among the keys of a dictionary.
 _POW, _IPOW = Tensor.__pow__, Tensor.__ipow__
 _IN_PLACE = {
@@ -102,8 +103,11 @@ class OpMonitor(TorchFunctionMode):
     # It sees what Python calls, and in `note_graph` what else a graph tells of: torch.jit.script,
     # DisableTorchFunction and callbacks of torch's own functions leave nodes, too.
 
-    def __init__(self, *, per_sample: bool = False, writes: CopyOnWrite | None = None) -> None:
+    def __init__(
+        self, *, per_sample: bool = False, writes: CopyOnWrite | None = None, more: int = 0
+    ) -> None:
         super().__init__()
+        self._more = more  # derivatives that gradkit takes of the first
         self._per_sample = per_sample  # fn is for one sample: train-mode batch norm raises
         self._writes = writes  # what fn writes on tensors from outside is written on copies
         self._outer = transforms()
@@ -141,6 +145,9 @@ class OpMonitor(TorchFunctionMode):
             self.check()
         elif name == _FUNCTION:
             args = _with_differentiated_jvp(args), *args[1:]
+        elif name == _ATTENTION:
+            if not constants and attention.lacks_derivative(self._more):
+                return attention.by_formula(func, *self._current((args, kwargs or {})))
         elif name is not None:
             is_functional, given = func in _FUNCTIONAL, (args, kwargs or {})
             if name in BY_FORMULA:

@@ -19,6 +19,7 @@ from gradkit._compat.transforms import transforms, without_default_hooks
 from gradkit._compat.undoing import INSIDE, undone
 from gradkit._core.graph import Subgraph
 from gradkit._core.user_code import Cotangents, hooks_registered, register_own_hooks, remove_hooks
+from gradkit._torch_bugs.attention import attention
 from gradkit._torch_bugs.formulas import logcumsumexp, weight_norm
 from gradkit.errors import UnsupportedGraphError, message
 
@@ -27,27 +28,10 @@ Formula: TypeAlias = Callable[..., Tensor]
 OfNode: TypeAlias = tuple[Formula, list[Tensor]]
 
 
-def attention(
-    query: Tensor, key: Tensor, value: Tensor, *mask: Tensor, is_causal: bool, scale: float | None
-) -> Tensor:
-    """Return what a fused kernel of scaled_dot_product_attention does."""
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    key, value = (x.repeat_interleave(query.size(-3) // x.size(-3), -3) for x in (key, value))
-    scale = query.size(-1) ** -0.5 if scale is None else scale
-    scores = query.to(dtype) @ key.to(dtype).mT * scale
-    masks = [torch.ones_like(scores, dtype=torch.bool).tril()] if is_causal else []
-    for one in (*masks, *mask):
-        is_bool = one.dtype == torch.bool
-        scores = scores.masked_fill(~one, -torch.inf) if is_bool else scores + one
-    # A query that may attend to nothing gives zeros; a softmax of it would be nan.
-    empty = scores.isneginf().all(-1, keepdim=True)
-    weights = scores.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
-    return (weights @ value.to(dtype)).to(query.dtype)
-
-
 def _attention_of(node: Any) -> OfNode:
     mask = saved_or(None, node, "attn_mask", "attn_bias")
-    formula = partial(attention, is_causal=saved(node, "is_causal"), scale=saved(node, "scale"))
+    options = {name: saved(node, name) for name in ("is_causal", "scale")}
+    formula = partial(attention, **options, enable_gqa=True)
     inputs = [saved(node, name) for name in ("query", "key", "value")]
     return formula, inputs if mask is None else [*inputs, mask]
 

@@ -276,7 +276,7 @@ class _Rerun:
             with self.second_run(inputs) as outputs, INSIDE:
                 below = Subgraph(outputs, stop={edge(x).node for x in variables})
                 if create:
-                    refuse_wrong_derivative(lambda: "fn", variables, below, by_formula=True)
+                    refuse_wrong_derivative(lambda: "fn", variables, below)
                 one = InnerPass("fn", "its input {}".format, variables, below, cotangents)
                 grads = one.guarded(partial(of, outputs, variables), create_graph=create)
         return _merged([None] * len(needed), needed, grads)

@@ -11,7 +11,6 @@ from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradkit import errors
 from gradkit._compat.dynamo import functions_traced, inlined_function
@@ -34,7 +33,7 @@ from gradkit.func._grads import value_and_grads
 
 Mode: TypeAlias = Literal["forward-over-reverse", "reverse-over-reverse"]
 
-# torch's levels of forward mode are those of the process, and so is the choice of a kernel.
+# torch's levels of forward mode are those of the process.
 _LOCK = RLock()
 
 
@@ -74,9 +73,18 @@ def vjp(
         `torch.func.vjp`, https://pytorch.org/docs/stable/func.api.html
     """
     check_options(fn, has_aux=has_aux, create_graph=create_graph)
-    arguments = _read_primals(primals)
+    return _vjp(fn, _read_primals(primals), OpMonitor(), has_aux, create_graph)
+
+
+def _vjp(
+    fn: Callable[..., Any],
+    arguments: Arguments,
+    monitor: OpMonitor,
+    has_aux: bool = False,
+    create_graph: bool | None = None,
+) -> Any:
     cut, enabled = levels.cut_of(create_graph)
-    run = _FunctionRun(fn, arguments, has_aux, OpMonitor(), transposed=True)
+    run = _FunctionRun(fn, arguments, has_aux, monitor, transposed=True)
     with leave_inference_mode(record=True), enabled, INSIDE:
         point = cut(arguments.variables)
         results: Any = named_errors(lambda: torch.func.vjp(run, *point, has_aux=True))
@@ -137,8 +145,7 @@ def jvp(
     directions = _read_directions(arguments, tangents)
     run = _FunctionRun(fn, arguments, has_aux, OpMonitor(), transposed=False)
     cut = levels.detached if create_graph is False else list
-    kernels = sdpa_kernel(SDPBackend.MATH)  # the fused ones have no derivative in forward mode
-    with _one_forward_level(), leave_inference_mode(record=True), kernels:
+    with _one_forward_level(), leave_inference_mode(record=True):
         # Copies, which fn may change, or return.
         point, along = (tuple(copied(cut(x))) for x in (arguments.variables, directions))
         results: Any = named_errors(lambda: torch.func.jvp(run, point, along, has_aux=True))
@@ -252,8 +259,7 @@ def _linear_maps(
     fn: Callable[..., Any], arguments: Arguments
 ) -> tuple[PyTree, Callable[..., Any], Callable[[Tensors], PyTree]]:
     """Return a function's outputs, and products with its transposed Jacobian and with itself."""
-    with sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no second derivative
-        outputs, pull = vjp(fn, *arguments.args)
+    outputs, pull = _vjp(fn, arguments, OpMonitor(more=1))
 
     def grads_of_variables(cotangents: PyTree) -> Tensors:
         # Once each: what `pull` gives for all places of a tied tensor would be added up.
@@ -330,8 +336,7 @@ def hvp(
         return tuple(torch.zeros_like(x) if g is None else g for g, x in pairs), result.values
 
     cut, enabled = levels.cut_of(create_graph)
-    kernels = sdpa_kernel(SDPBackend.MATH)
-    with _one_forward_level(), leave_inference_mode(record=True), enabled, kernels:
+    with _one_forward_level(), leave_inference_mode(record=True), enabled, INSIDE:
         point, along = tuple(cut(arguments.variables)), tuple(cut(directions))
         grads, products, losses = _grads_and_products(grads_at, point, along, mode)
     if cut is not list:

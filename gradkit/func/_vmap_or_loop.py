@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from enum import Enum
 from functools import partial
 from numbers import Number
@@ -11,8 +10,6 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradkit import errors
 from gradkit._compat.autograd import plain_recurrent_kernels
@@ -34,30 +31,21 @@ _RECURRENT = frozenset(
     for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
     for of_cell in ("", "_cell")
 )
-_ATTENTION = frozenset((
-    functional.scaled_dot_product_attention,
-    functional.multi_head_attention_forward,
-))
 
 
 class BatchableOps(CopyOnWrite):
-    """Runs operations in a form that torch.vmap can batch, and torch.func can differentiate."""
+    """Runs operations in a form that torch.vmap can batch."""
 
     def __init__(self) -> None:
         level = len(transforms()) + 1  # of the function, whose own tensors are of this, or inside
         super().__init__(lambda tensor: level_of(tensor) < level)
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
-        """Run an operation, if it is one of these without the fused kernels."""
-        kernels: AbstractContextManager[object]
-        if func in _RECURRENT:
-            kernels, args = plain_recurrent_kernels(), _with_batched_state(self.current(args))
-        elif func in _ATTENTION and transforms().count("Grad") > 1:
-            kernels = sdpa_kernel(SDPBackend.MATH)  # the others have no second derivative
-        else:
+        """Run an operation, a recurrent one without the fused kernels."""
+        if func not in _RECURRENT:
             return super().run(func, args, kwargs)
-        with kernels, INSIDE:
-            return super().run(func, args, kwargs)
+        with plain_recurrent_kernels(), INSIDE:
+            return super().run(func, _with_batched_state(self.current(args)), kwargs)
 
 
 def _with_batched_state(args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -18,7 +18,8 @@ from torch.nn.utils import parametrizations
 import gradkit
 from gradkit import func, meta
 from gradkit._core.graph import Subgraph
-from gradkit._torch_bugs.node_formulas import NODE_FORMULAS, attention, has_formula
+from gradkit._torch_bugs.attention import attention
+from gradkit._torch_bugs.node_formulas import NODE_FORMULAS, has_formula
 from tests.helpers import assert_same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
@@ -225,9 +226,7 @@ def test_the_formula_is_what_torch_computes(
     q, k, v = (p.to(dtype) for p in params.values())
     options = OPTIONS[name](q)
     expected = functional.scaled_dot_product_attention(q, k, v, **options)
-    mask = [options["attn_mask"]] if "attn_mask" in options else []
-    causal = options.get("is_causal", False)
-    got = attention(q, k, v, *mask, is_causal=causal, scale=options.get("scale"))
+    got = attention(q, k, v, **options)
     assert got.dtype == dtype
     tolerance = 1e-10 if dtype == torch.float64 else 2e-2
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)

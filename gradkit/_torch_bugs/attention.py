@@ -1,0 +1,170 @@
+"""Attention that can be differentiated twice, and in forward mode, as fused kernels cannot.
+
+By torch's plain formula: for long sequences in chunks of queries, whose scores are computed again
+in a pass, so that what is kept is linear in the length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import compress
+from types import FunctionType
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.func import jvp, vjp
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from gradkit._compat.transforms import (
+    FORWARD,
+    carries_graph,
+    forward_mode_on,
+    transforms,
+    without_default_hooks,
+    without_innermost_tangent,
+)
+from gradkit._compat.undoing import INSIDE
+from gradkit._core import pytree
+
+_fused: Any = functional.scaled_dot_product_attention
+_multi_head: Any = functional.multi_head_attention_forward
+OPERATIONS = frozenset((_fused, _multi_head))
+CHUNK = 1 << 22  # the most scores of a chunk: 16 MiB in float32
+Tensors: TypeAlias = tuple[Tensor, ...]
+
+
+def lacks_derivative(more: int = 0) -> bool:
+    """Return whether fused kernels lack a derivative that is taken here, or `more` Grads around."""
+    # Where eager code differentiates a gradient again, the kernel's node has its formula.
+    stack = transforms()
+    return FORWARD in stack or stack.count("Grad") + more > 1
+
+
+def by_formula(operation: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
+    """Run one of `OPERATIONS` by the formula."""
+    if torch.compiler.is_compiling():
+        with sdpa_kernel(SDPBackend.MATH), INSIDE:
+            return operation(*args, **kwargs)
+    if operation is _fused:
+        given, options = pytree.map_tensors(_without_data, (args, kwargs))
+        operation(*given, **options)  # raises for bad arguments
+        return attention(*args, **kwargs)
+    # A mode does not see what is called in an operation that it runs.
+    names = {"has_torch_function": lambda _: False, "scaled_dot_product_attention": attention}
+    code, variables = _multi_head.__code__, vars(functional) | names
+    return FunctionType(code, variables, argdefs=_multi_head.__defaults__)(*args, **kwargs)
+
+
+def _without_data(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Return what scaled_dot_product_attention does; a query that may see nothing gives zeros."""
+    formula = partial(_formula, dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa)
+    length, keys = query.size(-2), key.size(-2)
+    mask = None if attn_mask is None else torch.atleast_2d(attn_mask)  # type: ignore[no-untyped-call]
+    rows = CHUNK * length // max(1, query.shape[:-1].numel() * keys)
+    if dropout_p or rows >= length:  # what is dropped is drawn at once, as in eager code
+        given = (query, key, value) if mask is None else (query, key, value, mask)
+        return formula(*given, causal_from=0 if is_causal else None)[0]
+    results: list[Tensor] = []
+    for start in range(0, length, max(1, rows)):
+        chunk = slice(start, start + max(1, rows))
+        seen = slice(chunk.stop if is_causal else None)
+        given = query[..., chunk, :], key[..., seen, :], value[..., seen, :]
+        if mask is not None:
+            given += (mask if mask.size(-2) == 1 else mask[..., chunk, :],)
+        of_chunk = partial(formula, causal_from=start if is_causal else None)
+        results += recomputed(of_chunk, *given)
+    return torch.cat(results, -2)
+
+
+def _formula(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None,
+    *, causal_from: int | None, dropout_p: float, scale: float | None, enable_gqa: bool,
+) -> Tensors:  # fmt: skip
+    if causal_from is not None:  # the number of the first query
+        every = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device)
+        mask = every.tril(causal_from)
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
+    run: Any = torch.ops.aten._scaled_dot_product_attention_math.default
+    options = {"scale": scale, "enable_gqa": enable_gqa}
+    return tuple(run(query, key, value, mask, dropout_p, **options)[:1])
+
+
+def recomputed(fn: Callable[..., Tensors], *tensors: Tensor) -> Tensors:
+    """Return what a function of tensors does, of which a graph keeps nothing but the tensors."""
+    if not any(map(carries_graph, tensors)):
+        return fn(*tensors)
+    made: Tensors = _Recomputed.apply(fn, *tensors)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _Recomputed(Function):
+    """A function that runs again in a pass; its derivatives do so, too."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(fn: Callable[..., Tensors], *tensors: Tensor) -> Tensors:
+        return fn(*tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+        ctx.fn, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+        with forward_mode_on(), INSIDE:  # the tangents of the level of a jvp come apart
+            ctx.save_for_forward(*map(without_innermost_tangent, tensors))
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        needed = ctx.needs_input_grad[1:]
+        pull = partial(_pulled, ctx.fn, needed)
+        grads = iter(recomputed(pull, *ctx.saved_tensors, *cotangents))
+        return None, *(next(grads) if need else None for need in needed)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Any:
+        moves = [tangent is not None for tangent in tangents]
+        push = partial(_pushed, ctx.fn, moves)
+        with forward_mode_on(), INSIDE:
+            return recomputed(push, *ctx.saved_tensors, *compress(tangents, moves))  # type: ignore[arg-type]
+
+
+def _pulled(fn: Callable[..., Tensors], varies: Sequence[bool], *every: Tensor) -> Tensors:
+    """Return the gradients of what varies, of a function's arguments and its cotangents."""
+    tensors, cotangents = every[: len(varies)], every[len(varies) :]
+    with without_default_hooks():
+        pull = vjp(partial(_of, fn, varies, tensors), *compress(tensors, varies))[1]
+        return tuple(pull(cotangents))
+
+
+def _pushed(fn: Callable[..., Tensors], varies: Sequence[bool], *every: Tensor) -> Tensors:
+    """Return the tangents of a function's results, of its arguments and the tangents of some."""
+    tensors, tangents = every[: len(varies)], every[len(varies) :]
+    of = partial(_of, fn, varies, tensors)
+    with forward_mode_on(), INSIDE:
+        return tuple(jvp(of, tuple(compress(tensors, varies)), tangents)[1])
+
+
+def _of(
+    fn: Callable[..., Tensors], varies: Iterable[bool], tensors: Tensors, *variables: Tensor
+) -> Tensors:
+    rest = iter(variables)
+    pairs = zip(tensors, varies, strict=True)
+    return fn(*(next(rest) if moves else tensor for tensor, moves in pairs))
