@@ -38,18 +38,18 @@ from gradkit._torch_bugs.missing import (
     no_second,
     without_second,
 )
-from gradkit._torch_bugs.node_formulas import has_formula
+from gradkit._torch_bugs.node_formulas import NODE_FORMULAS, has_formula
 from gradkit._torch_bugs.table import READERS, SECOND, WRONG_ORDER
 from gradkit.errors import UnsupportedGraphError, message
 
 # The nodes whose derivative is wrong at some values of what they have saved.
 KINDS = frozenset(READERS)
-# The names of types: a part of what `kind_of_node` has.
+# The names of types: a part of what `kind_of_node` has. Some have a formula.
 # The derivative of torch.compile's backward pass is a node that raises. It has no path to what the
 # function was computed from where that is not saved, and is left out then.
 # What draws after it has saved is looked at, too, which hooks of saved tensors may have spoiled.
 _REFUSED = {kind.removesuffix(IN_EVAL_MODE) for kind in WRONG_ORDER} | WITHOUT_SECOND.keys()
-_REFUSED |= {COMPILED, *(kind.__name__ for kind in KINDS | DRAW_AFTER_SAVING)}
+_REFUSED |= {COMPILED, *NODE_FORMULAS, *(kind.__name__ for kind in KINDS | DRAW_AFTER_SAVING)}
 _DTENSORS_ARE_WRONG = not is_mended("DTensor")
 
 

@@ -188,6 +188,12 @@ def from_batch(tensor: Tensor, level: int, size: int) -> Tensor:
     return torch._remove_batch_dim(tensor, level, size, 0)
 
 
+# Attention by torch's plain formula, and the weights; it would add a mask of bools to the scores.
+plain_attention: Callable[..., tuple[Tensor, Tensor]] = (
+    torch.ops.aten._scaled_dot_product_attention_math.default
+)
+
+
 @contextmanager
 def plain_recurrent_kernels() -> Iterator[None]:
     """Switch off the kernels for whole recurrent layers: no second derivative, and no batches."""

@@ -19,6 +19,7 @@ from torch.func import jvp, vjp
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from gradkit._compat.autograd import plain_attention
 from gradkit._compat.transforms import (
     FORWARD,
     carries_graph,
@@ -76,7 +77,7 @@ def attention(
     """Return what scaled_dot_product_attention does; a query that may see nothing gives zeros."""
     formula = partial(_formula, dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa)
     length, keys = query.size(-2), key.size(-2)
-    mask = None if attn_mask is None else torch.atleast_2d(attn_mask)  # type: ignore[no-untyped-call]
+    mask = attn_mask[None] if attn_mask is not None and attn_mask.dim() == 1 else attn_mask
     rows = CHUNK * length // max(1, query.shape[:-1].numel() * keys)
     if dropout_p or rows >= length:  # what is dropped is drawn at once, as in eager code
         given = (query, key, value) if mask is None else (query, key, value, mask)
@@ -102,9 +103,8 @@ def _formula(
         mask = every.tril(causal_from)
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
-    run: Any = torch.ops.aten._scaled_dot_product_attention_math.default
     options = {"scale": scale, "enable_gqa": enable_gqa}
-    return tuple(run(query, key, value, mask, dropout_p, **options)[:1])
+    return (plain_attention(query, key, value, mask, dropout_p, **options)[0],)
 
 
 def recomputed(fn: Callable[..., Tensors], *tensors: Tensor) -> Tensors:

@@ -90,11 +90,12 @@ def no_second(got: str, fix: str) -> Reason:
     return DIFFERENTIABLE, got, fix
 
 
+# Without dropout, it has a formula.
 _ATTENTION = (
-    "scaled_dot_product_attention by a fused kernel",
+    "scaled_dot_product_attention with dropout by a fused kernel",
     "compute attention without it: attn_implementation='eager' for a model of transformers, or "
-    "`with torch.nn.attention.sdpa_kernel(SDPBackend.MATH):` around the forward pass; or let "
-    "gradkit run that (gradkit.func.hvp and linearize, gradkit.meta.unroll)",
+    "`with torch.nn.attention.sdpa_kernel(SDPBackend.MATH):` around the forward pass; or take all "
+    "derivatives by gradkit.func (hvp and linearize, say)",
 )
 _FUSED = """
     FlashAttention EfficientAttention CudnnAttention ScaledDotProductFlashAttention
@@ -107,7 +108,6 @@ _BY_NODES: dict[str, tuple[str, str]] = {
     _FUSED: _ATTENTION,
     "Cdist": ("cdist", "(a[..., :, None, :] - b[..., None, :, :]).norm(dim=-1)"),
     "Pdist": ("pdist", "take the norms of the differences: (a - b).norm(dim=-1)"),
-    "Hardsigmoid": ("hardsigmoid", "write relu6(x + 3) / 6"),
     "EmbeddingBag": ("embedding_bag", "add up what nn.functional.embedding gives"),
     "CtcLoss CtcLoss.1 CudnnCtcLoss": (
         "ctc_loss", "leave it out of what is differentiated twice"),

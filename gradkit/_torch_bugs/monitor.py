@@ -284,6 +284,9 @@ class ForwardMonitor(TorchFunctionMode):
         name = name_of(func) if is_watched else None
         if name == _FUNCTION:
             args = _with_differentiated_jvp(args), *args[1:]
+        elif name == _ATTENTION:
+            if attention.lacks_derivative():
+                return attention.by_formula(func, args, kwargs or {})
         elif name is not None and name != _BACKWARD_PASS:
             return _run_in_eager_code(name, func, args, kwargs or {})
         result = func(*args, **kwargs) if kwargs else func(*args)

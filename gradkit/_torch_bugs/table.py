@@ -391,15 +391,9 @@ READERS = {node_type(kind): read for row in ROWS for kind, read in row.values.it
 
 # By the kind of node: of which order the derivative through it is wrong that eager passes record.
 WRONG_ORDER = {kind: order for kind, rows in NODES.items() for order in wrong_here(rows)}
-_BY_FUNC = "take all derivatives by gradkit.func, which differentiates its formula; or write that: "
 # If it is the second: of what, and what to write in its place. None of these is reported; the third
 # derivatives of normalizations are: 186256 and 175754.
 SECOND: dict[str, tuple[str, str]] = {
-    "WeightNormInterfaceBackward0": (
-        "weight_norm", f"{_BY_FUNC}g * v / torch.norm_except_dim(v, 2, dim)"),
-    "LogcumsumexpBackward0": (
-        "logcumsumexp, where a cotangent is zero,",
-        f"{_BY_FUNC}torch.stack([x[: i + 1].logsumexp(0) for i in range(len(x))])"),
     "SparseCooTensorWithDimsAndTensorsBackward0": ("the values of a sparse tensor", _DENSE),
     "GeneratedBackwardFor_torch_nn__linear_cross_entropy_batch_chunked_defaultBackward": (
         "linear_cross_entropy in chunks", "leave out its options"),

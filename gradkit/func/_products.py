@@ -259,7 +259,7 @@ def _linear_maps(
     fn: Callable[..., Any], arguments: Arguments
 ) -> tuple[PyTree, Callable[..., Any], Callable[[Tensors], PyTree]]:
     """Return a function's outputs, and products with its transposed Jacobian and with itself."""
-    outputs, pull = _vjp(fn, arguments, OpMonitor(more=1))
+    outputs, pull = _vjp(fn, _read_primals(arguments.args), OpMonitor(more=1))
 
     def grads_of_variables(cotangents: PyTree) -> Tensors:
         # Once each: what `pull` gives for all places of a tied tensor would be added up.

@@ -193,19 +193,6 @@ def test_a_transformer_layer(device: torch.device, mode: Any) -> None:
     torch.testing.assert_close(list(products.values()), list(expected))
 
 
-def test_without_hvp_fused_attention_says_so(device: torch.device) -> None:
-    """torch refuses by itself, loudly: nothing to guard [I8]."""
-    q = torch.randn(1, 2, 4, 8, device=device)
-
-    def first(q: Tensor) -> Tensor:
-        return func.value_and_grads(
-            lambda q: functional.scaled_dot_product_attention(q, q, q).square().sum()
-        )(q)[1]
-
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), pytest.raises(RuntimeError):
-        torch.func.jvp(first, (q,), (q,))
-
-
 @both_modes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_number_times_a_scalar_keeps_its_dtype(

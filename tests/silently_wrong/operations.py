@@ -123,9 +123,7 @@ def normalized_by_hand(v: Tensor) -> Tensor:
 
 
 def second_of_weight_norm(device: torch.device) -> Case:
-    v = _direction(device)
-    written = partial(_second, normalized, normalized_by_hand, v)
-    return written(instead=lambda: written(ours="nested").ours())
+    return _second(normalized, normalized_by_hand, _direction(device))
 
 
 def second_of_weight_norm_in_func(device: torch.device) -> Case:
@@ -342,7 +340,7 @@ ROWS = [
     ),
     Row(
         "a second derivative through `weight_norm`, in each form",
-        *NORMALIZED, _EAGER, second_of_weight_norm, REFUSED, _NESTED,
+        *NORMALIZED, _EAGER, second_of_weight_norm,
     ),
     Row(
         "`grad` of `grad` through `weight_norm`",
