@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from functools import partial
 from threading import local
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
@@ -55,16 +55,14 @@ class GradRecorder:
             if number in passes:
                 grad.mul_(factor.to(grad.device))
 
-    def require_same_history(self) -> None:
-        """Raise if the tensor is a view that was changed in place: its history is rebuilt [L2]."""
+    def check(self) -> None:
+        """Raise if the history of the tensor was rebuilt, or the graph may hide a path to it."""
         tensor = self.tensor
+        # The history of a view that was changed in place is rebuilt [L2].
         if tensor.grad_fn is not None and tensor._is_view() and tensor._version != self._version:
             where = self._where()
             fix = f"pass a clone, h = h.clone(), instead of {where}; or change a copy"
             raise UnsupportedGraphError(message(where, *_REBUILT, fix))
-
-    def require_shown(self) -> None:
-        """Raise if the graph does not show whether a pass depends on the tensor."""
         if self._passed_unseen:
             raise UnsupportedGraphError(message(self._where(), *compiled_together("the losses")))
 
@@ -103,8 +101,7 @@ class Recorders:
     def check(self) -> None:
         """Raise if the history of a tensor was rebuilt, or the graph may hide a path to it."""
         for recorder in list(self._by_arrival.values()):
-            recorder.require_same_history()
-            recorder.require_shown()
+            recorder.check()
 
     def scale(self, passes: Set[int], factor: Tensor) -> None:
         """Multiply the gradients of passes with these numbers."""
@@ -144,19 +141,9 @@ def require_graph(tensor: object, where: Callable[[], str]) -> Tensor:
     return tensor
 
 
-class PassObserver(Protocol):
-    """Something that needs the gradients of extra tensors from every pass in this thread."""
-
-    def before_pass(self) -> list[tuple[Tensor, GradientEdge]]:
-        """Return the tensors and the edges where their gradients arrive, or raise."""
-
-    def scale(self, passes: Set[int], factor: Tensor) -> None:
-        """Multiply what passes with these numbers have given."""
-
-
 class _Observers(local):
     def __init__(self) -> None:
-        self.active: list[PassObserver] = []
+        self.active: list[Recorders] = []  # whose tensors every pass of this thread includes
         self.begin: Callable[[int], None] | None = None  # is called with the number of each pass
 
 
@@ -165,7 +152,7 @@ _hidden_passes: set[int] = set()
 
 
 @contextmanager
-def observing(observer: PassObserver) -> Iterator[None]:
+def observing(observer: Recorders) -> Iterator[None]:
     """Include the observer's tensors in every pass of this thread inside the block."""
     active = observers.active  # of this thread: a generator may end the block in another one
 
