@@ -51,6 +51,12 @@ is_differentiated_tensor: Callable[[Tensor], bool] = _functorch.is_gradtrackingt
 forward_mode_on = partial(forward_ad._set_fwd_grad_enabled, True)
 _mode_stack: Any = torch._C
 _depth_of_modes: Callable[[], int] = _mode_stack._len_torch_function_stack
+# How many modes see the operators of this thread, in a backward pass, too.
+count_dispatch_modes: Callable[[], int] = _mode_stack._len_torch_dispatch_stack
+# The pack and unpack hooks that saved tensors get at present, if any.
+default_hooks: Callable[[], tuple[Any, Any] | None] = partial(
+    torch._C._autograd._top_saved_tensors_default_hooks, False
+)
 _NO_HOOKS = "torch.func's grad and vjp do not support saved tensor hooks"
 COMPILED_AUTOGRAD = "torch._dynamo.compiled_autograd"
 
@@ -119,11 +125,6 @@ def is_dual(tensor: Tensor) -> bool:
 def function_modes() -> list[TorchFunctionMode]:
     """Return the modes that see what this thread calls, the innermost last."""
     return [_mode_stack._get_function_stack_at(i) for i in range(_depth_of_modes())]
-
-
-def in_dispatch_mode() -> bool:
-    """Return whether a mode sees the operators of this thread, in a backward pass, too."""
-    return bool(_mode_stack._len_torch_dispatch_stack())
 
 
 def slip_under_modes(mode: TorchFunctionMode) -> None:
@@ -303,12 +304,6 @@ def compiled_autograd_disabled() -> AbstractContextManager[Any]:
     # Looked up, not imported: a process that has not imported it has not enabled it.
     module: Any = sys.modules.get(COMPILED_AUTOGRAD)
     return nullcontext() if module is None else module._disable()
-
-
-def default_hooks() -> tuple[Any, Any] | None:
-    """Return the pack and unpack hooks that saved tensors get at present, if any."""
-    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks
 
 
 def without_default_hooks() -> AbstractContextManager[None]:

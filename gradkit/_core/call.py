@@ -389,7 +389,6 @@ class Call:
     _graph: GraphView | None = None
     # Not handed on by `replace`, which may give other passes.
     _params: list[Params] | None = field(default=None, init=False)
-    _differentiated: list[int] | None = field(default=None, init=False)
     _whole: Subgraph | None = field(default=None, init=False)
 
     @property
@@ -434,9 +433,7 @@ class Call:
     @property
     def differentiated(self) -> list[int]:
         """The indices of the losses that some pass starts from."""
-        if self._differentiated is None:
-            self._differentiated = [index for one in self.passes for index in one.losses]
-        return self._differentiated
+        return [index for one in self.passes for index in one.losses]
 
     @property
     def whole(self) -> Subgraph:
