@@ -409,11 +409,6 @@ class Call:
         return all(params.only_leaves for params in self.params)
 
     @property
-    def plain_leaves(self) -> bool:
-        """Whether all variables are leaf tensors, and none is of a subclass."""
-        return self.no_subclasses and self.only_leaves
-
-    @property
     def graph(self) -> GraphView:
         """The graph of the losses, as far as passes for the variables go; one view a call."""
         if self._graph is None:
