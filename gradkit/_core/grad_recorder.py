@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from gradkit._compat.autograd import calling_thread, current_pass
-from gradkit._compat.dynamo import compiled_together, is_compiled_node
+from gradkit._compat.dynamo import any_compiled, compiled_together
 from gradkit._compat.transforms import is_transform_tensor, transforms
 from gradkit._compat.undoing import undone
 from gradkit._core import graph, user_code
@@ -31,7 +31,7 @@ class GradRecorder:
         self.tensor, self.edge = tensor, edge
         self.passes: list[Tensor] = []
         self._numbers: list[int] = []  # of these passes
-        self._is_compiled, self._passed_unseen = is_compiled_node(edge.node), False
+        self._is_compiled, self._passed_unseen = any_compiled([type(edge.node)]), False
         self._where = where
         self._version = tensor._version
         self._thread = calling_thread()

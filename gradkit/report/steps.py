@@ -83,9 +83,10 @@ class Step:
     @cached_property
     def snapshot(self) -> Snapshot:
         """The state that every run starts from."""
-        captured = captured_by((self.fn, self.args, list(self.modules)))  # type: ignore[call-overload]
-        arguments = [t for t in _tensors_in(self.args) if t.requires_grad]  # others are copied
-        return Snapshot(captured, [*_tensors_in(self.params.leaves), *arguments])
+        arguments, _ = pytree.flatten(self.args)
+        captured = captured_by(self.fn, arguments, list(self.modules))  # type: ignore[call-overload]
+        trained = [x for x in pytree.tensors(arguments) if x.requires_grad]  # others are copied
+        return Snapshot(captured, [*pytree.tensors(self.params.leaves), *trained])
 
     @cached_property
     def forward(self) -> ForwardPass:
@@ -252,15 +253,6 @@ def _takes_params(fn: Callable[..., PyTree], tree: PyTree, args: tuple[Any, ...]
     )
     got, fix = f"one of {signature}", "lambda params, x, y: ..."
     raise StructureError(message("loss_fn", expected, got, fix))
-
-
-def _tensors_in(tree: PyTree) -> list[Tensor]:
-    """Return the tensors in a tree, and all parameters, buffers and attributes of its modules."""
-    tensors = pytree.tensors(tree)
-    for module in [leaf for leaf in pytree.flatten(tree)[0] if isinstance(leaf, nn.Module)]:
-        attributes = [value for part in module.modules() for value in vars(part).values()]
-        tensors += [*module.parameters(), *module.buffers(), *filter(torch.is_tensor, attributes)]
-    return tensors
 
 
 def distance(a: Tensor | None, b: Tensor | None) -> float:
