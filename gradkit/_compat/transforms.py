@@ -97,12 +97,8 @@ def jvp_level() -> int:
 def recording_levels(tensor: Tensor) -> set[int]:
     """Return the transform levels that record a graph of a tensor; that of eager code is 0."""
     # What vmap has batched says of itself that it does not require grad: the tensor inside may.
-    levels = set()
-    while is_transform_tensor(tensor):
-        if tensor.requires_grad:
-            levels.add(level_of(tensor))
-        tensor = _functorch.get_unwrapped(tensor)
-    return levels | {0} if tensor.requires_grad else levels
+    recorded = (layer for layer in layers(tensor) if layer.requires_grad)
+    return {level_of(layer) if is_transform_tensor(layer) else 0 for layer in recorded}
 
 
 def carries_graph(tensor: Tensor) -> bool:
@@ -274,7 +270,12 @@ def run_in_level(
     """Return the lists of tensors that a function of tensors gives in a new level of torch.func."""
     # What `torch.func.vjp` does, without its trees, which take longer than a small pass. Not for
     # torch.compile, which traces only that. Run on torch 2.13.
-    leave = partial(_leave_levels, len(_read() or ()))
+    depth = len(_read() or ())
+
+    def leave() -> None:
+        while len(_read() or ()) > depth:
+            _functorch._grad_decrement_nesting()
+
     with disable_saved_tensors_hooks(_NO_HOOKS), undone(leave), torch.enable_grad(), INSIDE:
         level = _functorch._grad_increment_nesting()
         variables = [_functorch._wrap_for_grad(x, level) for x in point]
@@ -284,11 +285,6 @@ def run_in_level(
             [None if x is None else unwrap(x, level) for x in tensors]
             for tensors in fn(variables, level)
         ]
-
-
-def _leave_levels(depth: int) -> None:
-    while len(_read() or ()) > depth:
-        _functorch._grad_decrement_nesting()
 
 
 def _require_grad(tensors: Iterable[Tensor]) -> None:

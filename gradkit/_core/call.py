@@ -176,8 +176,6 @@ def check_number(name: str, value: Any, fix: str, *, nonnegative: bool = False) 
     return number_for_torch(value)
 
 
-# The error, what was expected, and what to do.
-Defect: TypeAlias = tuple[type[GradkitError], str, str]
 _grad_fn, _requires_grad = attrgetter("grad_fn"), attrgetter("requires_grad")
 _LOSSES_FIRST = "the arguments are (losses, params), in this order: pass the loss first"
 
@@ -235,8 +233,8 @@ def _has_params(leaf: object) -> TypeGuard[nn.Module | Optimizer]:
     return isinstance(leaf, nn.Module | Optimizer)
 
 
-def _defect(loss: Any, scalar: bool, returned: bool) -> Defect | None:
-    """Return why this is no loss, or None if it is one."""
+def _defect(loss: Any, scalar: bool, returned: bool) -> tuple[type[GradkitError], str, str] | None:
+    """Return the error, what was expected and what to do if this is no loss; None if it is one."""
     if not isinstance(loss, Tensor):
         return LeafTypeError, "a tensor", _advice_for_no_tensor(loss, returned)
     if not loss.dtype.is_floating_point:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from functools import partial
 from threading import local
-from typing import TypeAlias
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
@@ -18,10 +17,6 @@ from gradkit._compat.undoing import undone
 from gradkit._core import graph, user_code
 from gradkit._core.ownership import copy_for
 from gradkit.errors import LeafTypeError, UnsupportedGraphError, describe, message
-
-# Where gradients arrive: a node and the number of its output. An in-place operation gives the same
-# tensor another one.
-Arrival: TypeAlias = tuple[Node, int]
 
 
 class GradRecorder:
@@ -82,7 +77,9 @@ class Recorders:
     """Recorders, one for each place of the graph."""
 
     def __init__(self) -> None:
-        self._by_arrival: dict[Arrival, GradRecorder] = {}
+        # By where gradients arrive: a node and the number of its output, which an in-place operation
+        # changes for its tensor.
+        self._by_arrival: dict[tuple[Node, int], GradRecorder] = {}
 
     def of(self, tensor: Tensor, where: Callable[[], str]) -> GradRecorder:
         """Return the recorder of the value that a tensor has now."""
