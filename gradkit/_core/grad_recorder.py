@@ -77,8 +77,8 @@ class Recorders:
     """Recorders, one for each place of the graph."""
 
     def __init__(self) -> None:
-        # By where gradients arrive: a node and the number of its output, which an in-place operation
-        # changes for its tensor.
+        # By where gradients arrive: a node, and the number of its output. An in-place operation
+        # gives its tensor others.
         self._by_arrival: dict[tuple[Node, int], GradRecorder] = {}
 
     def of(self, tensor: Tensor, where: Callable[[], str]) -> GradRecorder:
