@@ -229,12 +229,15 @@ def _watch_modules(
     compiled = inside_compiled(parts, chosen)
     compiled_runs: set[str] = set()
     for name in dict.fromkeys(name for name, _ in compiled):
-        note = partial(_note_run, compiled_runs, name)
+        note = partial(lambda name, _: compiled_runs.add(name), name)
         stack.enter_context(watching_runs(parts[name], note))
 
     def require_runs() -> None:
         if recomputed:
-            _refuse_reentrant(sorted(recomputed))
+            expected = f"a forward pass through {', '.join(sorted(recomputed))} with a graph"
+            got = "one in a checkpoint with use_reentrant=True: its graph is made in the backward "
+            fix = "checkpoint(..., use_reentrant=False), or leave these modules out of names"
+            raise UnsupportedGraphError(message("safe_retain", expected, f"{got}pass", fix))
         ran = retained._collect(lambda _: True, False)
         for name, inside in compiled:
             if name in compiled_runs and not any(ran[part] for part in inside):
@@ -248,22 +251,11 @@ def _watch_modules(
     return require_runs
 
 
-def _note_run(names: set[str], name: str, _: PyTree) -> None:
-    names.add(name)
-
-
 def _refuse_compiled(names: list[str]) -> NoReturn:
     expected = f"a forward pass through {', '.join(names)} that calls their hooks"
     got = "code that torch.compile made before the block, which calls no hook registered later"
     fix = "enter the block before the first call, or after torch._dynamo.reset(); or leave these "
     fix += "modules out of what is compiled, with torch.compiler.disable"
-    raise UnsupportedGraphError(message("safe_retain", expected, got, fix))
-
-
-def _refuse_reentrant(names: list[str]) -> NoReturn:
-    expected = f"a forward pass through {', '.join(names)} with a graph"
-    got = "one in a checkpoint with use_reentrant=True: its graph is made in the backward pass"
-    fix = "checkpoint(..., use_reentrant=False), or leave these modules out of names"
     raise UnsupportedGraphError(message("safe_retain", expected, got, fix))
 
 
@@ -284,9 +276,15 @@ def _recorder_of_runs(
     # names of those that have one in a recomputation alone.
     runs: dict[str, list[_KeptTree]] = {name: [] for name in names}
     thread = calling_thread()
-    retained._collect = lambda read, missing: {
-        name: _one_or_all(list(map(read, kept)), missing) for name, kept in runs.items()
-    }
+
+    def collect(read: _Read, missing: Any) -> PyTree:
+        trees = {name: tuple(map(read, kept)) for name, kept in runs.items()}
+        return {
+            name: missing if not each else each[0] if len(each) == 1 else each
+            for name, each in trees.items()
+        }
+
+    retained._collect = collect
 
     def see(name: str, tree: PyTree) -> None:
         if calling_thread() != thread:
@@ -314,7 +312,3 @@ def _recorder_of_runs(
         runs[name].append(_KeptTree(leaves, spec, recorders))
 
     return see
-
-
-def _one_or_all(runs: list[PyTree], missing: Any) -> PyTree:
-    return missing if not runs else runs[0] if len(runs) == 1 else tuple(runs)

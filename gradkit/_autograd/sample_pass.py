@@ -43,7 +43,8 @@ def may_run(call: Call, loss: Tensor) -> bool:
     # In float16, a gradient that is not finite would get a norm that is.
     dtypes = {(x.dtype, grad_dtype(x)) for params in call.params for x in params.variables}
     return (
-        call.plain_leaves
+        call.no_subclasses
+        and call.only_leaves
         and dtypes <= _DTYPES
         and not loss.retains_grad
         and not user_code.hooks_registered()

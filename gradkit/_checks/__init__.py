@@ -2,6 +2,5 @@
 
 Before: `eager_graph`, `reachability`, `higher_derivatives`, `recomputations`. While a function, a
 pass or an optimizer's step runs: `checked`, and the monitor of `_torch_bugs`. After a pass:
-`modified_tensors`, and `reachability.require_reached`. The others hold what these look up, and
-`sample_independence` tells which rules may run.
+`modified_tensors`, and `reachability.require_reached`. `circumstances` is what these look up.
 """

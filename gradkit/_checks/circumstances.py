@@ -34,17 +34,16 @@ CHECKED = 1 << 6  # this thread is inside `checked()`
 WATCHED = 1 << 7  # some thread is
 # In this call:
 NO_VARIABLES = 1 << 8  # nothing requires grad
-INTERMEDIATE = 1 << 9  # a variable has been computed from others
-CHANGED = 1 << 10  # such a variable is a view, or was changed in place
-COMPILED_VALUES = 1 << 11  # such a variable is the result of a compiled function
-SUBCLASSES = 1 << 12  # a variable is of a subclass of torch's tensors
-CREATES_GRAPH = 1 << 13  # a derivative of the gradients may be taken, and wrong
-RECORDED = 1 << 14  # the gradients get a graph, with a Function, a formula or what is recomputed
-CONSTANT = 1 << 15  # torch.func differentiates a loss, and would take its gradients for constants
-MUST_REACH = 1 << 16  # `unused="error"`
-SEVERAL_LOSSES = 1 << 17
-SEVERAL_PASSES = 1 << 18
-RETAINED = 1 << 19  # a pass writes some `.grad`: `retain_grad()` was called
+CHANGED = 1 << 9  # a variable that was computed from others is a view, or was changed in place
+COMPILED_VALUES = 1 << 10  # such a variable is the result of a compiled function
+SUBCLASSES = 1 << 11  # a variable is of a subclass of torch's tensors
+CREATES_GRAPH = 1 << 12  # a derivative of the gradients may be taken, and wrong
+RECORDED = 1 << 13  # the gradients get a graph, with a Function, a formula or what is recomputed
+CONSTANT = 1 << 14  # torch.func differentiates a loss, and would take its gradients for constants
+MUST_REACH = 1 << 15  # `unused="error"`
+SEVERAL_LOSSES = 1 << 16
+SEVERAL_PASSES = 1 << 17
+RETAINED = 1 << 18  # a pass writes some `.grad`: `retain_grad()` was called
 
 USER_CODE = HOOKS | FUNCTIONS
 # What each pass is guarded against; without any of it, a pass is a call of the engine.
@@ -78,7 +77,6 @@ def around(call: Call) -> int:
     for params in (call.passes[0].params,) if len(call.passes) == 1 else call.params:
         has_variables = has_variables or bool(params.variables)
         if not params.only_leaves:
-            bits |= INTERMEDIATE
             written = [*written, *params.variables]
             if any(map(_version, params.variables)) or any(map(is_view, params.variables)):
                 bits |= CHANGED

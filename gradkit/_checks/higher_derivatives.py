@@ -20,7 +20,7 @@ from gradkit._compat.dynamo import COMPILED
 from gradkit._compat.nodes import DRAW_AFTER_SAVING, IN_EVAL_MODE, hooked_tensors, kind_of_node
 from gradkit._compat.transforms import (
     clone_with_node,
-    in_dispatch_mode,
+    count_dispatch_modes,
     is_differentiated_tensor,
     is_transform_tensor,
     layers,
@@ -66,7 +66,7 @@ def refuse_in_call(call: Call) -> None:
 def _refuse_values(where: Callable[[], str], nodes: Iterable[Node], *, create_graph: bool) -> None:
     """Raise if torch gets the derivative of a node wrong for the values that it has saved."""
     # Below a dispatch mode, such as that of `checked`, torch decomposes matrices.
-    decomposes = in_dispatch_mode() or is_checked()
+    decomposes = count_dispatch_modes() > 0 or is_checked()
     for node in nodes:
         if type(node) not in KINDS or hooked_tensors(node):  # which may recompute much
             continue
@@ -218,7 +218,9 @@ class _Probe:
         oldest = min(sequence_number(node) for node, _ in copies)
         present = [unbatched(grad) for grad in grads if grad is not None]
         if self._new_nodes(present, oldest).isdisjoint(node for node, _ in copies):
-            if any(map(_is_lost, present)):
+            # A transform around may have recorded one: then it is not lost.
+            around = ([*layers(grad)][1:] for grad in present)
+            if any(not any(layer.requires_grad for layer in outer) for outer in around):
                 raise UnsupportedGraphError(undifferentiable_message(self._where(), self._kind))
             return None
         leaves = [leaf for _, leaf in copies if leaf is not None]
@@ -255,11 +257,6 @@ def _with_own_node(cotangent: Tensor | None, copies: list[_Copy]) -> Tensor | No
             (leaf,) = leaf_tensors(child for child, _ in node.next_functions if child).values()
         copies.append((node, leaf))
     return copy
-
-
-def _is_lost(grad: Tensor) -> bool:
-    """Return whether no transform further out has recorded a gradient, either."""
-    return not any(layer.requires_grad for layer in [*layers(grad)][1:])
 
 
 def refuse_inside_transforms(call: Call) -> None:

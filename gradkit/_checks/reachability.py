@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import NoReturn
 
 from torch import Tensor
@@ -117,23 +116,37 @@ def require_reached(call: Call, results: Sequence[Grads], unused: str | None = N
                 raise UnreachedParamError(unreached_message(call.losses, [one], unfilled[0]))
     if len(results) == 1 and type(None) not in set(map(type, results[0])):
         return  # as below, and faster
-    _refuse_replaced(_without_gradient(call, results), call)
+    refuse_cast_since_forward(call, results)
     if any(grad is not None for grads in results for grad in grads):
         return
-    if not any(map(partial(_has_zero_derivative, call), call.passes)):
-        refuse_nothing_reached(call)
-
-
-def _has_zero_derivative(call: Call, one: Pass) -> bool:
-    """Return whether a pass leads from a constant gradient to what that was computed from."""
-    # That of a linear function, say: it has no derivative, and None is right.
-    executed = call.graph.below(one.losses).leading_to(one.params.variables)
-    return ZERO_DERIVATIVE_NODE in set(map(type, executed))
+    for one in call.passes:
+        executed = call.graph.below(one.losses).leading_to(one.params.variables)
+        if ZERO_DERIVATIVE_NODE in set(map(type, executed)):
+            return  # of a constant gradient, as that of a linear function: None is right
+    refuse_nothing_reached(call)
 
 
 def refuse_cast_since_forward(call: Call, results: Sequence[Grads]) -> None:
-    """Raise if a leaf has no gradient since it was moved or cast after the losses were computed."""
-    _refuse_replaced(_without_gradient(call, results), call)
+    """Raise if torch has another leaf in the graph than one without a gradient, or left it out."""
+    # Left out are some uses of one of inference mode. One that was moved or cast since, its `.data`
+    # replaced, has another node for gradients to arrive at, apart from the graph:
+    # torch.autograd.grad reports it as unused, and `.backward()` fills the `.grad` of the old type.
+    for params, index in _without_gradient(call, results):
+        variable = params.variables[index]
+        if variable.is_inference():
+            got = f"{describe(variable)} made inside: torch leaves uses of it out of the graph"
+            fix = "make the model outside of torch.inference_mode(); to run it without gradients, "
+            fix += "enter that around the forward pass"
+            expected = "a parameter made outside of inference mode"
+            raise UnsupportedGraphError(message(params.path(index), expected, got, fix))
+        if not may_have_node(variable):  # it is in no graph: that of the call need not be walked
+            continue
+        below = call.whole
+        if id(variable) in below.leaves and edge(variable).node not in below.nodes:
+            expected = "the parameter as it was when the losses were computed"
+            got = f"{describe(variable)}, moved or cast since"
+            fix = "call .to(), .double(), ... on the model before the forward pass"
+            raise UnreachedParamError(message(params.path(index), expected, got, fix))
 
 
 def _without_gradient(call: Call, results: Sequence[Grads]) -> list[tuple[Params, int]]:
@@ -153,29 +166,6 @@ def _without_gradient(call: Call, results: Sequence[Grads]) -> list[tuple[Params
             elif variable.grad_fn is None:
                 missing.setdefault(id(variable), (params, index))
     return [pair for key, pair in missing.items() if key not in arrived]
-
-
-def _refuse_replaced(missing: Sequence[tuple[Params, int]], call: Call) -> None:
-    """Raise if torch has another leaf than this in the graph, or has left this one out of it."""
-    # Left out are some uses of one of inference mode. One that was moved or cast since, its `.data`
-    # replaced, has another node for gradients to arrive at, apart from the graph:
-    # torch.autograd.grad reports it as unused, and `.backward()` fills the `.grad` of the old type.
-    for params, index in missing:
-        variable = params.variables[index]
-        if variable.is_inference():
-            got = f"{describe(variable)} made inside: torch leaves uses of it out of the graph"
-            fix = "make the model outside of torch.inference_mode(); to run it without gradients, "
-            fix += "enter that around the forward pass"
-            expected = "a parameter made outside of inference mode"
-            raise UnsupportedGraphError(message(params.path(index), expected, got, fix))
-        if not may_have_node(variable):  # it is in no graph: that of the call need not be walked
-            continue
-        below = call.whole
-        if id(variable) in below.leaves and edge(variable).node not in below.nodes:
-            expected = "the parameter as it was when the losses were computed"
-            got = f"{describe(variable)}, moved or cast since"
-            fix = "call .to(), .double(), ... on the model before the forward pass"
-            raise UnreachedParamError(message(params.path(index), expected, got, fix))
 
 
 def refuse_nothing_reached(call: Call) -> NoReturn:

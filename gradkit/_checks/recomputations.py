@@ -62,10 +62,10 @@ def refuse(out: PyTree, snapshot: StateBeforeCall | None) -> None:
         return  # there is no checkpoint anywhere, and no graph to walk
     # One that was made meanwhile is seen wherever its output is. If another one went meanwhile,
     # their number tells nothing, and the graph has to be looked at.
-    if frames > snapshot.frames or any(
-        _recomputes(node, snapshot.outer)
-        for node in graph.nodes_below(_differentiable(out), snapshot.nodes)
-    ):
+    below = graph.nodes_in_order(_differentiable(out), snapshot.nodes)
+    hooks = (one.unpack_hook for node in below for one in hooked_tensors(node))
+    inside = (checkpoints.frame_of(hook) for hook in hooks if hook is not snapshot.outer)
+    if frames > snapshot.frames or any(frame is not None for frame in inside):
         got = "one with torch.utils.checkpoint: its backward pass would recompute with the "
         got += "module's own parameters, not the ones of this call"
         fix = "switch it off in the module, and checkpoint the whole call: torch.utils.checkpoint."
@@ -80,11 +80,6 @@ def _differentiable(tree: PyTree) -> list[Tensor]:
     leaves, _ = pytree.flatten(tree)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
     return [tensor for tensor in tensors if not is_transform_tensor(tensor)]
-
-
-def _recomputes(node: Node, outer: object) -> bool:
-    hooks = [one.unpack_hook for one in hooked_tensors(node)]
-    return any(hook is not outer and checkpoints.frame_of(hook) is not None for hook in hooks)
 
 
 def refuse_other_tensors(call: Call, *, thorough: bool = False) -> None:

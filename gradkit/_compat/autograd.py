@@ -30,8 +30,13 @@ _engine: Any = torch.autograd.Variable._execution_engine
 AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 # How many nodes its thread had made before a node; the largest number for that of a leaf.
 sequence_number: Callable[[Node], int] = methodcaller("_sequence_nr")
+# The number of the engine's pass that runs in this thread; -1 outside of passes.
+current_pass: Callable[[], int] = torch._C._current_graph_task_id
 # Whether a TorchFunctionMode is active, which sees what torch.autograd.grad is called with.
 function_mode_enabled: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
+# Calls a function once the pass of this thread is done, which raises what that raises: before it
+# returns, and on the streams of its caller; not if it fails [E7]. So torch's DDP and FSDP end.
+at_end_of_pass: Callable[[Callable[[], None]], None] = _engine.queue_callback
 # The address of a tensor's storage, and how many owners the storage at an address has.
 storage_address: Callable[[Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
 storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
@@ -57,11 +62,6 @@ without_torch_function: Callable[[], AbstractContextManager[object]] = (
 is_batch: Callable[[Any], bool] = torch._C._functorch.is_legacy_batchedtensor
 # Let no TorchFunctionMode see what is called in a block. Run on torch 2.13.
 without_function_modes: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunction
-
-
-def current_pass() -> int:
-    """Return the number of the engine's pass that runs in this thread; -1 outside of passes."""
-    return torch._C._current_graph_task_id()
 
 
 _calling_thread: ContextVar[int] = ContextVar("calling_thread")
@@ -119,13 +119,6 @@ def run_without_grad(calls: Iterable[Callable[[], object]]) -> None:
 @cache
 def _may_have_device_threads() -> bool:
     return torch.accelerator.is_available()
-
-
-def at_end_of_pass(callback: Callable[[], None]) -> None:
-    """Call a function once the pass of this thread is done, which raises what that raises."""
-    # Before the pass returns, and on the streams of its caller; not if it fails [E7]. torch's DDP
-    # and FSDP end their reductions so.
-    _engine.queue_callback(callback)
 
 
 def may_have_node(leaf: Tensor) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from operator import attrgetter
 from typing import Any, cast
 from weakref import ref
 
@@ -37,19 +38,11 @@ def modules_in(module: nn.Module) -> list[Any]:
     return list(dict.fromkeys(parts))
 
 
-def is_joining(module: DistributedDataParallel) -> bool:
-    """Return whether a module is inside of its join()."""
-    return bool(module._join_config.enable)
-
-
-def delays_all_reduce(module: DistributedDataParallel) -> bool:
-    """Return whether a module has delay_all_reduce_named_params."""
-    return bool(module._delay_all_reduce_params)
-
-
-def comm_hooks(module: DistributedDataParallel) -> list[tuple[Callable[..., Any], object]]:
-    """Return the Python communication hooks of a module, with their states."""
-    return list(module._comm_hooks)
+# Whether a DDP module is inside of its join(), and the parameters whose reduction it delays.
+is_joining: Callable[[DistributedDataParallel], bool] = attrgetter("_join_config.enable")
+delays_all_reduce: Callable[[Any], list[Tensor]] = attrgetter("_delay_all_reduce_params")
+# Its Python communication hooks, with their states.
+comm_hooks: Callable[[Any], list[tuple[Callable[..., Any], object]]] = attrgetter("_comm_hooks")
 
 
 def has_comm_hook(module: DistributedDataParallel) -> bool:

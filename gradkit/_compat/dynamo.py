@@ -107,13 +107,8 @@ def is_compiled_module(module: nn.Module) -> bool:
     return compiler is not None and isinstance(module, compiler.OptimizedModule)
 
 
-def is_compiled_node(node: Any) -> bool:
-    """Return whether a node is the backward pass of a compiled function. Run on torch 2.13."""
-    return type(node).__name__ == COMPILED
-
-
 def any_compiled(kinds: Iterable[type]) -> bool:
-    """Return whether one of these types of nodes is that of compiled functions."""
+    """Return whether one of these types of nodes is that of compiled functions' backward passes."""
     return COMPILED in {kind.__name__ for kind in kinds}
 
 

@@ -51,6 +51,12 @@ is_differentiated_tensor: Callable[[Tensor], bool] = _functorch.is_gradtrackingt
 forward_mode_on = partial(forward_ad._set_fwd_grad_enabled, True)
 _mode_stack: Any = torch._C
 _depth_of_modes: Callable[[], int] = _mode_stack._len_torch_function_stack
+# How many modes see the operators of this thread, in a backward pass, too.
+count_dispatch_modes: Callable[[], int] = _mode_stack._len_torch_dispatch_stack
+# The pack and unpack hooks that saved tensors get at present, if any.
+default_hooks: Callable[[], tuple[Any, Any] | None] = partial(
+    torch._C._autograd._top_saved_tensors_default_hooks, False
+)
 _NO_HOOKS = "torch.func's grad and vjp do not support saved tensor hooks"
 COMPILED_AUTOGRAD = "torch._dynamo.compiled_autograd"
 
@@ -91,12 +97,8 @@ def jvp_level() -> int:
 def recording_levels(tensor: Tensor) -> set[int]:
     """Return the transform levels that record a graph of a tensor; that of eager code is 0."""
     # What vmap has batched says of itself that it does not require grad: the tensor inside may.
-    levels = set()
-    while is_transform_tensor(tensor):
-        if tensor.requires_grad:
-            levels.add(level_of(tensor))
-        tensor = _functorch.get_unwrapped(tensor)
-    return levels | {0} if tensor.requires_grad else levels
+    recorded = (layer for layer in layers(tensor) if layer.requires_grad)
+    return {level_of(layer) if is_transform_tensor(layer) else 0 for layer in recorded}
 
 
 def carries_graph(tensor: Tensor) -> bool:
@@ -119,11 +121,6 @@ def is_dual(tensor: Tensor) -> bool:
 def function_modes() -> list[TorchFunctionMode]:
     """Return the modes that see what this thread calls, the innermost last."""
     return [_mode_stack._get_function_stack_at(i) for i in range(_depth_of_modes())]
-
-
-def in_dispatch_mode() -> bool:
-    """Return whether a mode sees the operators of this thread, in a backward pass, too."""
-    return bool(_mode_stack._len_torch_dispatch_stack())
 
 
 def slip_under_modes(mode: TorchFunctionMode) -> None:
@@ -299,7 +296,12 @@ def run_in_level(
     """Return the lists of tensors that a function of tensors gives in a new level of torch.func."""
     # What `torch.func.vjp` does, without its trees, which take longer than a small pass. Not for
     # torch.compile, which traces only that. Run on torch 2.13.
-    leave = partial(_leave_levels, len(_read() or ()))
+    depth = len(_read() or ())
+
+    def leave() -> None:
+        while len(_read() or ()) > depth:
+            _functorch._grad_decrement_nesting()
+
     with disable_saved_tensors_hooks(_NO_HOOKS), undone(leave), torch.enable_grad(), INSIDE:
         level = _functorch._grad_increment_nesting()
         variables = [_functorch._wrap_for_grad(x, level) for x in point]
@@ -309,11 +311,6 @@ def run_in_level(
             [None if x is None else unwrap(x, level) for x in tensors]
             for tensors in fn(variables, level)
         ]
-
-
-def _leave_levels(depth: int) -> None:
-    while len(_read() or ()) > depth:
-        _functorch._grad_decrement_nesting()
 
 
 def _require_grad(tensors: Iterable[Tensor]) -> None:
@@ -329,12 +326,6 @@ def compiled_autograd_disabled() -> AbstractContextManager[Any]:
     # Looked up, not imported: a process that has not imported it has not enabled it.
     module: Any = sys.modules.get(COMPILED_AUTOGRAD)
     return nullcontext() if module is None else module._disable()
-
-
-def default_hooks() -> tuple[Any, Any] | None:
-    """Return the pack and unpack hooks that saved tensors get at present, if any."""
-    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks
 
 
 def without_default_hooks() -> AbstractContextManager[None]:

@@ -176,8 +176,6 @@ def check_number(name: str, value: Any, fix: str, *, nonnegative: bool = False) 
     return number_for_torch(value)
 
 
-# The error, what was expected, and what to do.
-Defect: TypeAlias = tuple[type[GradkitError], str, str]
 _grad_fn, _requires_grad = attrgetter("grad_fn"), attrgetter("requires_grad")
 _LOSSES_FIRST = "the arguments are (losses, params), in this order: pass the loss first"
 
@@ -238,8 +236,8 @@ def _has_params(leaf: object) -> TypeGuard[nn.Module | Optimizer]:
     return isinstance(leaf, nn.Module | Optimizer)
 
 
-def _defect(loss: Any, scalar: bool, returned: bool) -> Defect | None:
-    """Return why this is no loss, or None if it is one."""
+def _defect(loss: Any, scalar: bool, returned: bool) -> tuple[type[GradkitError], str, str] | None:
+    """Return the error, what was expected and what to do if this is no loss; None if it is one."""
     if not isinstance(loss, Tensor):
         return LeafTypeError, "a tensor", _advice_for_no_tensor(loss, returned)
     if not loss.dtype.is_floating_point:
@@ -393,7 +391,6 @@ class Call:
     _graph: GraphView | None = None
     # Not handed on by `replace`, which may give other passes.
     _params: list[Params] | None = field(default=None, init=False)
-    _differentiated: list[int] | None = field(default=None, init=False)
     _whole: Subgraph | None = field(default=None, init=False)
 
     @property
@@ -412,11 +409,6 @@ class Call:
     def only_leaves(self) -> bool:
         """Whether no variable is an intermediate value."""
         return all(params.only_leaves for params in self.params)
-
-    @property
-    def plain_leaves(self) -> bool:
-        """Whether all variables are leaf tensors, and none is of a subclass."""
-        return self.no_subclasses and self.only_leaves
 
     @property
     def graph(self) -> GraphView:
@@ -438,9 +430,7 @@ class Call:
     @property
     def differentiated(self) -> list[int]:
         """The indices of the losses that some pass starts from."""
-        if self._differentiated is None:
-            self._differentiated = [index for one in self.passes for index in one.losses]
-        return self._differentiated
+        return [index for one in self.passes for index in one.losses]
 
     @property
     def whole(self) -> Subgraph:

@@ -6,22 +6,17 @@ from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from functools import partial
 from threading import local
-from typing import Protocol, TypeAlias
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from gradkit._compat.autograd import calling_thread, current_pass
-from gradkit._compat.dynamo import compiled_together, is_compiled_node
+from gradkit._compat.dynamo import any_compiled, compiled_together
 from gradkit._compat.transforms import is_transform_tensor, transforms
 from gradkit._compat.undoing import undone
 from gradkit._core import graph, user_code
 from gradkit._core.ownership import copy_for
 from gradkit.errors import LeafTypeError, UnsupportedGraphError, describe, message
-
-# Where gradients arrive: a node and the number of its output. An in-place operation gives the same
-# tensor another one.
-Arrival: TypeAlias = tuple[Node, int]
 
 
 class GradRecorder:
@@ -31,7 +26,7 @@ class GradRecorder:
         self.tensor, self.edge = tensor, edge
         self.passes: list[Tensor] = []
         self._numbers: list[int] = []  # of these passes
-        self._is_compiled, self._passed_unseen = is_compiled_node(edge.node), False
+        self._is_compiled, self._passed_unseen = any_compiled([type(edge.node)]), False
         self._where = where
         self._version = tensor._version
         self._thread = calling_thread()
@@ -55,16 +50,14 @@ class GradRecorder:
             if number in passes:
                 grad.mul_(factor.to(grad.device))
 
-    def require_same_history(self) -> None:
-        """Raise if the tensor is a view that was changed in place: its history is rebuilt [L2]."""
+    def check(self) -> None:
+        """Raise if the history of the tensor was rebuilt, or the graph may hide a path to it."""
         tensor = self.tensor
+        # The history of a view that was changed in place is rebuilt [L2].
         if tensor.grad_fn is not None and tensor._is_view() and tensor._version != self._version:
             where = self._where()
             fix = f"pass a clone, h = h.clone(), instead of {where}; or change a copy"
             raise UnsupportedGraphError(message(where, *_REBUILT, fix))
-
-    def require_shown(self) -> None:
-        """Raise if the graph does not show whether a pass depends on the tensor."""
         if self._passed_unseen:
             raise UnsupportedGraphError(message(self._where(), *compiled_together("the losses")))
 
@@ -84,7 +77,9 @@ class Recorders:
     """Recorders, one for each place of the graph."""
 
     def __init__(self) -> None:
-        self._by_arrival: dict[Arrival, GradRecorder] = {}
+        # By where gradients arrive: a node, and the number of its output. An in-place operation
+        # gives its tensor others.
+        self._by_arrival: dict[tuple[Node, int], GradRecorder] = {}
 
     def of(self, tensor: Tensor, where: Callable[[], str]) -> GradRecorder:
         """Return the recorder of the value that a tensor has now."""
@@ -103,8 +98,7 @@ class Recorders:
     def check(self) -> None:
         """Raise if the history of a tensor was rebuilt, or the graph may hide a path to it."""
         for recorder in list(self._by_arrival.values()):
-            recorder.require_same_history()
-            recorder.require_shown()
+            recorder.check()
 
     def scale(self, passes: Set[int], factor: Tensor) -> None:
         """Multiply the gradients of passes with these numbers."""
@@ -144,19 +138,9 @@ def require_graph(tensor: object, where: Callable[[], str]) -> Tensor:
     return tensor
 
 
-class PassObserver(Protocol):
-    """Something that needs the gradients of extra tensors from every pass in this thread."""
-
-    def before_pass(self) -> list[tuple[Tensor, GradientEdge]]:
-        """Return the tensors and the edges where their gradients arrive, or raise."""
-
-    def scale(self, passes: Set[int], factor: Tensor) -> None:
-        """Multiply what passes with these numbers have given."""
-
-
 class _Observers(local):
     def __init__(self) -> None:
-        self.active: list[PassObserver] = []
+        self.active: list[Recorders] = []  # whose tensors every pass of this thread includes
         self.begin: Callable[[int], None] | None = None  # is called with the number of each pass
 
 
@@ -165,7 +149,7 @@ _hidden_passes: set[int] = set()
 
 
 @contextmanager
-def observing(observer: PassObserver) -> Iterator[None]:
+def observing(observer: Recorders) -> Iterator[None]:
     """Include the observer's tensors in every pass of this thread inside the block."""
     active = observers.active  # of this thread: a generator may end the block in another one
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from itertools import chain, compress, pairwise
 from operator import add, attrgetter
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from gradkit._compat.autograd import (
 from gradkit._compat.transforms import detach_keep_tangent
 from gradkit._compat.undoing import INSIDE
 
-F = TypeVar("F", bound=Callable[..., Any])
 _nbytes = attrgetter("nbytes")
 
 

@@ -288,7 +288,7 @@ def expand_params(
     """Flatten a tree in which every module, iterator and optimizer is replaced by its tensors."""
     if isinstance(tree, _MODULE_OR_OPTIMIZER):
         if isinstance(tree, Optimizer):
-            return pytree.flatten(_params_of_optimizer(tree))
+            return pytree.flatten(read_iterator(tree))
         params, classes = modules.named_parameters(tree)
         if not allow_distributed:
             _refuse_distributed(classes, lambda: root)
@@ -303,18 +303,17 @@ def expand_params(
             leaf, classes = modules.named_parameters(leaf)
             if not allow_distributed:
                 _refuse_distributed(classes, partial(pytree.path, spec, index, root))
-        elif isinstance(leaf, Optimizer):
-            leaf = _params_of_optimizer(leaf)
-        elif isinstance(leaf, Iterator | ValuesView):
-            leaf = tuple(leaf)
-        expanded.append(leaf)
+        expanded.append(read_iterator(leaf))
     return expand_params(
         pytree.unflatten(spec, expanded), root, allow_distributed=allow_distributed
     )
 
 
-def _params_of_optimizer(optimizer: Optimizer) -> tuple[Tensor, ...]:
-    return tuple(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+def read_iterator(leaf: Any) -> Any:
+    """Return the tensors of an optimizer or an iterator, which is read; others as they are."""
+    if isinstance(leaf, Optimizer):
+        return tuple(chain.from_iterable(group["params"] for group in leaf.param_groups))
+    return tuple(leaf) if isinstance(leaf, Iterator | ValuesView) else leaf
 
 
 def refuse_distributed(module: nn.Module, where: Callable[[], str]) -> None:

@@ -84,17 +84,13 @@ class CopyOnWrite:
         copy = self.value(tensor)
         if copy is tensor or anew or not is_writable(copy, operands):
             with torch.enable_grad(), INSIDE:  # a write under no_grad leaves a tensor its graph
-                self._set(tensor, batched_like(copy.clone(), operands))
+                new = batched_like(copy.clone(), operands)
+            self._outdated[memory_of(copy)[0]] = copy
+            self._copies[memory_of(tensor)] = tensor, new
+            self._own.add(memory_of(new)[0])
 
     def _is_shared(self, tensor: Tensor) -> bool:
         return self._may_be_shared(tensor) and memory_of(tensor)[0] not in self._own
-
-    def _set(self, tensor: Tensor, copy: Tensor) -> None:
-        key = memory_of(tensor)
-        before = self._copies.get(key, (tensor, tensor))[1]
-        self._outdated[memory_of(before)[0]] = before
-        self._copies[key] = tensor, copy
-        self._own.add(memory_of(copy)[0])
 
     def value(self, tensor: Tensor) -> Tensor:
         """Return the copy of a tensor that was written on, and any other as it is."""

@@ -177,8 +177,14 @@ def _put_back(
     try:
         set_grads(leaves, grads)
     except RuntimeError:
+        # The block has changed a leaf's dtype or device, as `module.double()` does, which casts a
+        # .grad, too. A leaf that has another shape by now cannot hold it.
         for leaf, grad in zip(leaves, grads, strict=True):
-            _put_back_cast(leaf, grad)
+            try:
+                leaf.grad = grad
+            except RuntimeError:
+                can_be_cast = grad is not None and grad.shape == leaf.shape
+                leaf.grad = cast("Tensor", grad).to(leaf) if can_be_cast else None
     for grad, copy in copies:
         grad.detach().copy_(copy)
 
@@ -211,16 +217,6 @@ def _copies_of_views(
     return [(grad, grad.detach().clone()) for grad in views if _memory(grad) not in of_leaves]
 
 
-def _put_back_cast(leaf: Tensor, grad: Tensor | None) -> None:
-    try:
-        leaf.grad = grad
-    except RuntimeError:
-        # The block has changed the leaf's dtype or device, as `module.double()` does, which casts a
-        # .grad, too. A leaf that has another shape by now cannot hold it.
-        can_be_cast = grad is not None and grad.shape == leaf.shape
-        leaf.grad = cast("Tensor", grad).to(leaf) if can_be_cast else None
-
-
 def replace_grad(leaf: Tensor, grad: Tensor) -> None:
     """Set `.grad`, in place where both are dense; run post-accumulate-grad hooks as the engine."""
     if leaf.grad is not None and leaf.grad.layout == grad.layout == torch.strided:
@@ -244,10 +240,3 @@ def grad_dtypes_put_back(leaves: Sequence[Tensor]) -> Iterator[None]:
 
     with undone(put_back):
         yield
-
-
-def copy_into_grads(leaves: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-    """Set every `.grad` to a copy of a gradient; one that is None changes nothing."""
-    for leaf, grad in zip(leaves, grads, strict=True):
-        if grad is not None:
-            leaf.grad = grad.detach().clone()

@@ -63,10 +63,6 @@ class Snapshot:
             if tensor.is_leaf and tensor.requires_grad != requires_grad:
                 tensor.requires_grad_(requires_grad)
 
-    def has_grads(self) -> bool:
-        """Return whether any `.grad` is present now."""
-        return any(t.grad is not None for t in self.leaves)
-
     def random_states(self) -> list[Any]:
         """Return the states of all generators, comparable with `==`."""
         return [[state.tolist() for _, state in self._random_states()], repr(_python_states())]

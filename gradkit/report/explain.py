@@ -459,7 +459,9 @@ class Reachability:
             return _INFERENCE
         if not self.graph.reaches(variable):
             return self._unreached(variable)
-        is_there = variable.grad_fn is not None or _leaf_node(variable) in self.graph.nodes
+        # torch finds the node of a leaf by a view, which __torch_function__ could replace.
+        with without_torch_function(), INSIDE:
+            is_there = variable.grad_fn is not None or edge(variable).node in self.graph.nodes
         return _REACHED if is_there else _MOVED
 
     def _unreached(self, variable: Tensor) -> Verdict:
@@ -490,12 +492,6 @@ class Reachability:
         for storage, span in map(_memory_of, self.graph.leaves.values()):
             spans.setdefault(storage, []).append(span)
         return spans
-
-
-def _leaf_node(leaf: Tensor) -> Node:
-    # torch finds the node by a view, which __torch_function__ could replace.
-    with without_torch_function(), INSIDE:
-        return edge(leaf).node
 
 
 def checkpointed_tensors(graph: Subgraph) -> dict[int, Tensor]:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence, ValuesView
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
+from operator import is_
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.optim import Optimizer
 
 from gradkit._autograd import engine
 from gradkit._compat.autograd import post_accumulate_hooks
@@ -21,10 +21,10 @@ from gradkit._compat.undoing import undo_stack
 from gradkit._core import pytree
 from gradkit._core.call import Losses, read_losses, require_graph
 from gradkit._core.graph import Subgraph
-from gradkit._core.params import Params, read_params
+from gradkit._core.params import Params, read_iterator, read_params
 from gradkit._core.pytree import PyTree
 from gradkit._core.user_code import captured_by
-from gradkit._state.grad_attribute import copy_into_grads, grad_dtypes_put_back, grads_put_back
+from gradkit._state.grad_attribute import grad_dtypes_put_back, grads_put_back, set_grads
 from gradkit._state.module_state import attributes_put_back
 from gradkit._state.snapshot import Snapshot
 from gradkit.errors import LeafTypeError, StructureError, describe, first_line, message
@@ -83,9 +83,10 @@ class Step:
     @cached_property
     def snapshot(self) -> Snapshot:
         """The state that every run starts from."""
-        captured = captured_by((self.fn, self.args, list(self.modules)))  # type: ignore[call-overload]
-        arguments = [t for t in _tensors_in(self.args) if t.requires_grad]  # others are copied
-        return Snapshot(captured, [*_tensors_in(self.params.leaves), *arguments])
+        arguments, _ = pytree.flatten(self.args)
+        captured = captured_by(self.fn, arguments, list(self.modules))  # type: ignore[call-overload]
+        trained = [x for x in pytree.tensors(arguments) if x.requires_grad]  # others are copied
+        return Snapshot(captured, [*pytree.tensors(self.params.leaves), *trained])
 
     @cached_property
     def forward(self) -> ForwardPass:
@@ -99,7 +100,7 @@ class Step:
             return ForwardPass(
                 graph.leaves | {key: x for key, x in inside.items() if x.is_leaf},
                 draws=self.snapshot.random_states() != before,
-                writes_grad=self.snapshot.has_grads(),
+                writes_grad=any(leaf.grad is not None for leaf in self.snapshot.leaves),
             )
 
     def losses(self, tree: PyTree = None) -> Losses:
@@ -139,7 +140,8 @@ class Step:
             stack.enter_context(grad_dtypes_put_back(leaves))
             _without_hooks(leaves, stack)
             stale = [self.snapshot.grads.get(key) for key in by_id]
-            copy_into_grads(list(by_id.values()), stale)
+            copies = [None if grad is None else grad.detach().clone() for grad in stale]
+            set_grads(list(by_id.values()), copies)
             return self._by_engine(method)
 
     def _by_engine(self, method: str) -> RunResult:
@@ -216,14 +218,10 @@ def read_step(fn: Any, params: PyTree, args: tuple[Any, ...]) -> Step:
 
 def _without_iterators(tree: PyTree) -> PyTree:
     leaves, spec = pytree.flatten(tree)
-    if not any(isinstance(leaf, Iterator | ValuesView | Optimizer) for leaf in leaves):
+    read = list(map(read_iterator, leaves))
+    if all(map(is_, read, leaves)):
         return tree
-    for index, leaf in enumerate(leaves):
-        if isinstance(leaf, Optimizer):
-            leaves[index] = tuple(p for group in leaf.param_groups for p in group["params"])
-        elif isinstance(leaf, Iterator | ValuesView):
-            leaves[index] = tuple(leaf)
-    return _without_iterators(pytree.unflatten(spec, leaves))
+    return _without_iterators(pytree.unflatten(spec, read))
 
 
 def _check_args(args: tuple[Any, ...]) -> None:
@@ -255,15 +253,6 @@ def _takes_params(fn: Callable[..., PyTree], tree: PyTree, args: tuple[Any, ...]
     )
     got, fix = f"one of {signature}", "lambda params, x, y: ..."
     raise StructureError(message("loss_fn", expected, got, fix))
-
-
-def _tensors_in(tree: PyTree) -> list[Tensor]:
-    """Return the tensors in a tree, and all parameters, buffers and attributes of its modules."""
-    tensors = pytree.tensors(tree)
-    for module in [leaf for leaf in pytree.flatten(tree)[0] if isinstance(leaf, nn.Module)]:
-        attributes = [value for part in module.modules() for value in vars(part).values()]
-        tensors += [*module.parameters(), *module.buffers(), *filter(torch.is_tensor, attributes)]
-    return tensors
 
 
 def distance(a: Tensor | None, b: Tensor | None) -> float:

@@ -72,8 +72,8 @@ def of_call(device: torch.device) -> dict[int, Callable[[], Call]]:
     twice = multi_margin_loss(torch.ones(2, 1, device=device) * w, torch.tensor([0, 1]).to(device))
     return {
         c.NO_VARIABLES: lambda: call_of([loss], [w.detach()]),
-        c.INTERMEDIATE: lambda: call_of([middle.sum()], [middle]),
-        c.INTERMEDIATE | c.CHANGED: lambda: call_of([view.sum()], [view]),
+        0: lambda: call_of([middle.sum()], [middle]),
+        c.CHANGED: lambda: call_of([view.sum()], [view]),
         c.CREATES_GRAPH: lambda: call_of([twice.sum()], [w], create_graph=True),
         c.MUST_REACH: lambda: call_of([loss], [w], unused="error"),
         c.SEVERAL_LOSSES: lambda: call_of([loss, kept.detach() * w.sum()], [w]),
