@@ -85,16 +85,16 @@ class Accumulator:
         self._sums = _Sums()
         if self._replicas:
             _ddp.require_one_group(self._replicas, "gradkit.Accumulator")
-        plain = "leave it out, or gradkit.tree.add_(total, grads) of gradients that are reduced"
         if _ddp.with_comm_hook(self._replicas):
-            got, fix = "a communication hook, which would not run", plain
+            got = "a communication hook, which would not run"
         elif any(module.parameters_to_ignore for module in self._replicas):
-            got, fix = "parameters that DistributedDataParallel is to ignore", plain
+            got = "parameters that DistributedDataParallel is to ignore"
         elif not self._shards and any(map(distributed.is_dtensor, self._params.variables)):
-            got, fix = "a DTensor", f"pass the module that fully_shard was called on; or {plain}"
+            got = "a DTensor that is not in a module of fully_shard"
         else:
             return
-        expected = "parameters whose gradients are summed over ranks"
+        expected = "parameters whose gradients are summed over ranks here"
+        fix = "leave it out; or gradkit.tree.add_(total, grads) of gradients that are reduced"
         raise UnsupportedGraphError(message("params", expected, got, fix))
 
     @disable_compile
@@ -119,9 +119,8 @@ class Accumulator:
         with leave_inference_mode():
             read = cache(partial(_read, self._sums, loss_sum, count))
             joint = pytree.flatten(count)[1] == LEAF
-            passes = self._run(joint, loss_sum, read)
-            losses, counts = read()
-            self._params, self._sums = passes[0], self._with(losses, counts, passes[1])
+            self._params, grads = self._run(joint, loss_sum, read)
+            self._sums = self._with(*read(), grads)
 
     def _run(
         self, joint: bool, loss_sum: PyTree, read: Callable[[], _MicroBatch]

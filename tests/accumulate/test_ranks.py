@@ -278,8 +278,18 @@ def check_refusals(device: torch.device) -> None:
         gradkit.Accumulator([DistributedDataParallel(ignoring)])
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     w = distribute_tensor(torch.ones(4, device=device), mesh, [Replicate()]).requires_grad_()
-    with pytest.raises(gradkit.UnsupportedGraphError, match="got a DTensor"):
+    with pytest.raises(gradkit.UnsupportedGraphError, match="a DTensor that is not"):
         gradkit.Accumulator([w])
+
+    names = ("replicas", "shards")
+    two = init_device_mesh(device.type, (1, 2), mesh_dim_names=names)
+    parts = [fully_shard(nn.Linear(2, 2).to(device), mesh=each) for each in (mesh, two)]
+    total = gradkit.Accumulator(parts)
+    x = torch.ones(3, 2, device=device)
+    total.add_(parts[1](parts[0](x)).sum(), 3)
+    with pytest.raises(gradkit.StructureError, match="modules of one mesh"):
+        total.mean()
+    assert len(total.mean(dist.group.WORLD)[1]) == 2
 
 
 def test_what_is_not_summed_over_ranks_is_refused(two: Ranks, device: torch.device) -> None:
