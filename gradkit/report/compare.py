@@ -17,7 +17,7 @@ from gradkit._core.pytree import PyTree
 from gradkit.errors import UnsupportedGraphError, message
 from gradkit.report.charts import draw_differences
 from gradkit.report.steps import BACKWARD, FUNC, GRAD, Step, distance, read_step, same_bits
-from gradkit.report.tables import Block, Report, Table, folded, listed, plural, styled
+from gradkit._core.tables import Block, Report, Table, folded, listed, plural, styled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

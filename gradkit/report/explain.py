@@ -33,7 +33,7 @@ from gradkit._core.pytree import PyTree
 from gradkit._core.user_code import captured_by
 from gradkit.errors import UnsupportedGraphError, describe
 from gradkit.report.charts import draw
-from gradkit.report.tables import Block, Report, Table, folded, listed, plural, styled
+from gradkit._core.tables import Block, Report, Table, folded, listed, plural, styled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import gradkit
 from gradkit._core.graph import nodes_below
 from gradkit.report import Explanation, explain
-from gradkit.report.tables import folded
+from gradkit._core.tables import folded
 from tests.helpers import Halve, unchanged
 from tests.strategies import Program, build, programs
 

@@ -1,0 +1,312 @@
+"""`parity`: the gradients of one step, in one process and in other layouts."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import pickle
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gradkit._compat.dynamo import disable_compile
+from gradkit._core.call import check_function, check_option, is_number, is_positive_int
+from gradkit.distributed._layout_run import BatchPart, Layout, Program, RankRun, Ranks, run_parts
+from gradkit.distributed._parity_report import (
+    COARSE,
+    FLOOR,
+    TOLERANCE,
+    ParityDifference,
+    ParityReport,
+    Suspects,
+    difference,
+)
+from gradkit.errors import (
+    CollectiveError,
+    OptionError,
+    StructureError,
+    describe,
+    first_line,
+    message,
+)
+
+
+def _ddp(module: nn.Module, mesh: Any) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(module)
+
+
+def _fsdp(module: nn.Module, mesh: Any) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(module, mesh=mesh)
+
+
+def _compiled(module: nn.Module, mesh: Any) -> nn.Module:
+    module.compile(backend="aot_eager")  # which needs no C++ compiler
+    return module
+
+
+def _checkpointed(module: nn.Module, mesh: Any) -> nn.Module:
+    from torch.utils.checkpoint import checkpoint
+
+    for child in list(module.children()) or [module]:
+        if type(child).forward is nn.Module.forward:  # of a ModuleList, say, which is not called
+            _checkpointed(child, mesh)
+        else:
+            child.forward = partial(checkpoint, child.forward, use_reentrant=False)
+    return module
+
+
+_SINGLE = Layout("single", ranks="one")
+_LAYOUTS = {
+    "single": _SINGLE,
+    "ddp": Layout("ddp", _ddp),
+    "fsdp": Layout("fsdp", _fsdp),
+    "accumulation": Layout("accumulation", ranks="one", micro_batches=2),
+    "compiled": Layout("compiled", _compiled, ranks="one"),
+    "checkpointed": Layout("checkpointed", _checkpointed, ranks="one"),
+}
+
+
+@disable_compile
+def parity(
+    build: Callable[[], nn.Module],
+    step: Callable[[nn.Module, BatchPart], Any],
+    layouts: Sequence[str | Layout] = ("ddp", "fsdp", "accumulation", "compiled", "checkpointed"),
+    *,
+    world_size: int = 2,
+    seed: int = 0,
+    rtol: float | None = None,
+    timeout: float = 60.0,
+) -> ParityReport:
+    """Return which parameters get other gradients in a layout than in one process, and by what.
+
+    A layout is a way to compute the same step: `"ddp"`, `"fsdp"` (`fully_shard` of the whole
+    module), `"accumulation"` (two micro-batches), `"compiled"` (by the backend aot_eager),
+    `"checkpointed"` (children recompute), or a `Layout` of your own, as for tensor parallelism. All
+    run on the CPU, over gloo, on modules that are built for it.
+
+    Example:
+        >>> import gradkit, torch
+        >>> x, y = torch.randn(8, 3), torch.randn(8, 1)
+        >>> def build():
+        ...     return torch.nn.Linear(3, 1)
+        >>> def step(model, part):  # a sum, though losses of micro-batches are averaged
+        ...     return (model(part.rows(x)) - part.rows(y)).square().sum()
+        >>> report = gradkit.distributed.parity(build, step, ["accumulation"])
+        >>> report.differences["accumulation"]["weight"].kind
+        'x 0.5: 1 / the number of micro-batches'
+
+    Args:
+        build: Returns the module, with the same weights at each call; torch is seeded before. In
+            float64 a factor is beyond doubt.
+        step: `step(module, part)` computes the part of the batch that the `BatchPart` says. It
+            returns the loss, which is divided by `part.micro_batches` and differentiated, or a dict
+            of losses, which are added, and of which a missing one is named. Or None: then it has
+            called `.backward()` itself, and `.grad` after the last part is compared. Other
+            processes import both functions (where all layouts take one process, any will do).
+        layouts: Names and `Layout`s.
+        world_size: The number of ranks.
+        seed: Of the random numbers of `build` and `step`.
+        rtol: The largest difference, relative to the norm of a parameter's gradient (or to a
+            thousandth of that of all). None: 1e-9 for float64, 1e-4 for float32, 2e-2 for float16
+            and bfloat16.
+        timeout: Seconds until a collective fails in which a rank is missing.
+
+    Returns:
+        The report: `report.same`, or which parameters differ.
+
+    Raises:
+        CollectiveError: This process is in a process group; or the others do not start.
+        OptionError: There is no such layout, or an option has no such value; or other processes
+            cannot import a function.
+        StructureError: `build` makes other weights each time, or a function returns something else.
+
+    Source:
+        `torch.nn.parallel.DistributedDataParallel`, `torch.distributed.fsdp.fully_shard`,
+        `torch.distributed.tensor.parallel`, `torch.utils.checkpoint`, `torch.compile`.
+    """
+    chosen, program = _read_layouts(layouts), Program(build, step, seed)
+    _check_options(program, world_size, rtol, timeout)
+    skipped = {one.name: why for one in chosen if (why := _why_not(one))}
+    chosen = [one for one in chosen if one.name not in skipped]
+    tasks = {one.name: _pickled(program, one) for one in chosen if one.ranks != "one"}
+    runs: dict[str, list[RankRun]] = {}
+    with contextlib.ExitStack() as stack:
+        if tasks:
+            ranks = Ranks(world_size, timeout)  # they start while this process computes
+            stack.callback(ranks.stop)
+        single = run_parts(program, _SINGLE, _SINGLE.parts())
+        for one in chosen:
+            in_group = one.name in tasks
+            runs[one.name] = ranks.run(tasks[one.name]) if in_group else [_alone(program, one)]
+    compared = _Comparison(program, single, rtol)
+    differences = {one.name: compared.of(one, runs[one.name]) for one in chosen}
+    failed = {name: why for name, of in runs.items() if (why := _error(of))}
+    unreached = tuple(name for name in single.trained or () if not compared.reaches(name))
+    layouts_run = tuple(name for name in runs if name not in failed)
+    return ParityReport(layouts_run, compared.params, differences, failed, skipped, unreached)
+
+
+class _Comparison:
+    """Compares what layouts have run with one process."""
+
+    def __init__(self, program: Program, single: RankRun, rtol: float | None) -> None:
+        self.program, self.single, self.rtol = program, single, rtol
+        self.params = single.trained or ()
+        norms = [float(grad.norm()) for grad in single.grads.values() if grad is not None]
+        self.floor = FLOOR * sum(norm**2 for norm in norms) ** 0.5
+
+    def reaches(self, param: str) -> bool:
+        """Return whether a parameter has a gradient in one process."""
+        return param in (self.single.reached or ())
+
+    def of(self, layout: Layout, runs: list[RankRun]) -> dict[str, ParityDifference]:
+        """Return how the gradients of a layout differ, by parameter."""
+        if any(run.weights not in ({}, self.single.weights) for run in runs):
+            expected, got = "a module with the same weights at each call", "other weights"
+            fix = "draw them with torch's random numbers, which parity seeds, or load a file"
+            raise StructureError(message("build", expected, got, fix))
+        suspects = Suspects({})
+        if any(self._difference(name, runs, suspects) for name in self.params):
+            suspects = self._suspects(layout, runs)
+        differ = {name: self._difference(name, runs, suspects) for name in self.params}
+        return {name: one for name, one in differ.items() if one}
+
+    def _difference(
+        self, param: str, runs: list[RankRun], suspects: Suspects
+    ) -> ParityDifference | None:
+        frozen = [i for i, run in enumerate(runs) if param not in (run.trained or self.params)]
+        if frozen:
+            return ParityDifference("frozen", _on("requires_grad is False", frozen), ranks=frozen)
+        without = [i for i, run in enumerate(runs) if param not in (run.reached or self.params)]
+        if without and self.reaches(param):
+            why = _on("no loss of this layout reaches it, or its gradient was dropped", without)
+            return ParityDifference("zero", why, 0.0, 1.0, without)
+        expected, each = self.single.grads[param], {}
+        rtol = self.rtol or TOLERANCE.get(self.single.dtypes[param], COARSE)
+        for rank, run in enumerate(runs):
+            grad = run.grads.get(param)
+            if not _error(runs) and (
+                one := difference(param, grad, expected, suspects, rtol, self.floor)
+            ):
+                each[rank] = one
+        return replace(next(iter(each.values())), ranks=list(each)) if each else None
+
+    def _suspects(self, layout: Layout, runs: list[RankRun]) -> Suspects:
+        """Compute what the gradients of a layout are compared with."""
+        sizes = {"the world size": len(runs), "the number of micro-batches": layout.micro_batches}
+        count = layout.parts(0, len(runs))[0].count
+        parts, losses = [], {}
+        with contextlib.suppress(Exception):  # of a step that takes one process and many parts ill
+            for index in range(count):
+                part = BatchPart(index, count)
+                parts.append(run_parts(self.program, _SINGLE, [part]).grads)
+        for name in self.single.losses:
+            run = run_parts(self.program, _SINGLE, _SINGLE.parts(), only=name)
+            losses[name] = run.grads
+        draws = self._draws(layout, runs, divided=count > 1)
+        return Suspects({k: n for k, n in sizes.items() if n > 1}, parts, losses, draws)
+
+    def _draws(self, layout: Layout, runs: list[RankRun], *, divided: bool) -> str:
+        """Say that a layout has drawn other random numbers than one process, if so."""
+        states = [run.states for run in (self.single, *runs)]
+        if all(len({*state}) <= 1 for state in states) or len({*states}) == 1 and not divided:
+            return ""
+        if layout.ranks == "repeat" and len({*states[1:]}) > 1:
+            return "the ranks draw different random numbers: their seeds differ (dropout)"
+        return (
+            "this layout draws other random numbers (dropout) than one process: compare without, "
+            "by module.eval() in build"
+        )
+
+
+def _on(what: str, ranks: list[int]) -> str:
+    return f"{what} on rank {', '.join(map(str, ranks))}"
+
+
+def _alone(program: Program, layout: Layout) -> RankRun:
+    run = RankRun()
+    try:
+        return run_parts(program, layout, layout.parts(), run=run)
+    except Exception as error:
+        run.error = f"{type(error).__name__}: {first_line(error)}"
+        return run
+
+
+def _error(runs: list[RankRun]) -> str:
+    """Return what a rank raised: the error of torch's that says most is the longest."""
+    errors = [f"{_on('', [i])[1:]}: {run.error}" for i, run in enumerate(runs) if run.error]
+    return errors[0] if errors else ""
+
+
+def _read_layouts(layouts: Sequence[str | Layout]) -> list[Layout]:
+    """Return the layouts that are to be compared with one process."""
+    chosen: dict[str, Layout] = {}
+    for index, one in enumerate([layouts] if isinstance(layouts, str | Layout) else layouts):
+        where, layout = f"layouts[{index}]", _LAYOUTS.get(one) if isinstance(one, str) else one
+        if not isinstance(layout, Layout):
+            expected = f"{', '.join(map(repr, _LAYOUTS))} or a gradkit.distributed.Layout"
+            fix = 'for tensor parallelism, Layout("tensor", plan, ranks="repeat"), where '
+            fix += "plan(module, mesh) returns parallelize_module(module, mesh, {...})"
+            raise OptionError(message(where, expected, describe(one), fix))
+        check_function(layout.wrap, f"{where}.wrap")
+        check_option(f"{where}.ranks", layout.ranks, ("divide", "repeat", "one"))
+        _check_count(f"{where}.micro_batches", layout.micro_batches, 1)
+        if layout.name in chosen:
+            fix = f"Layout({layout.name + '2'!r}, ...)"
+            raise OptionError(message(where, "a name of its own", repr(layout.name), fix))
+        chosen[layout.name] = layout
+    return [layout for layout in chosen.values() if layout is not _SINGLE]
+
+
+def _check_count(name: str, value: Any, least: int) -> None:
+    if not is_positive_int(value) or value < least:
+        raise OptionError(message(name, f"an int of at least {least}", repr(value), f"{name}=2"))
+
+
+def _check_options(program: Program, world_size: object, rtol: Any, timeout: Any) -> None:
+    check_function(program.build, "build")
+    check_function(program.step, "step")
+    _check_count("world_size", world_size, 2)
+    for name, value in (("rtol", 1.0 if rtol is None else rtol), ("timeout", timeout)):
+        if not is_number(value) or value <= 0:
+            raise OptionError(message(name, "a positive number", repr(value), f"{name}=30.0"))
+    if dist.is_available() and dist.is_initialized():
+        fix = "call parity in one process, which starts the others"
+        raise CollectiveError(message("parity", "no process group", "one", fix))
+
+
+def _why_not(layout: Layout) -> str:
+    """Return why this machine cannot run a layout; empty if it can."""
+    if layout is _LAYOUTS["compiled"]:
+        try:
+            torch.compile(len)
+        except RuntimeError as error:
+            return first_line(error)
+    if layout.ranks != "one" and not (dist.is_available() and dist.is_gloo_available()):
+        return "this torch is built without gloo"
+    if layout.ranks != "one" and multiprocessing.current_process().daemon:
+        return "a daemonic process, as this is, cannot start others"
+    return ""
+
+
+def _pickled(program: Program, layout: Layout) -> bytes:
+    """Return what other processes run, or raise if they could not import it."""
+    functions = {"build": program.build, "step": program.step, f"wrap of {layout.name}": layout.wrap}
+    is_file = hasattr(sys.modules["__main__"], "__file__")
+    for name, function in functions.items():
+        try:
+            text, why = pickle.dumps(function), "one typed into an interpreter or notebook"
+        except Exception as error:
+            text, why = b"", first_line(error)
+        if not text or b"__main__" in text and not is_file:
+            fix = f"define it with `def {name.split()[0]}(...)` at the top of a module or script"
+            raise OptionError(message(name, "a function that other processes import", why, fix))
+    return pickle.dumps((program, layout))
