@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import multiprocessing
 import os
-import pickle
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from itertools import count
-from multiprocessing.connection import wait
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from gradkit._autograd.engine import reference_backward
 from gradkit._compat.distributed import full_tensor
 from gradkit.errors import StructureError, describe, first_line, message
-
-_WRAPPERS = "_orig_mod.", "_checkpoint_wrapped_module."
-_LATER = 30.0  # seconds by which a rank may outlast the timeout of the collective it waits in
 
 
 @dataclass(frozen=True)
@@ -63,9 +58,9 @@ class Layout:
 
     Attributes:
         name: The name that the report shows.
-        wrap: `wrap(module, mesh)` returns what the step is called with. Parameters keep their
-            names, as with `fully_shard`, `parallelize_module` and `DistributedDataParallel`; `mesh`
-            is one-dimensional, over all ranks, and None in one process.
+        wrap: `wrap(module, mesh)` returns what the step is called with. Parameters stay those of
+            the module, as with `fully_shard`, `parallelize_module` and `DistributedDataParallel`;
+            `mesh` is one-dimensional, over all ranks, and None in one process.
         ranks: `"divide"`: each rank computes its parts of the batch, as in data parallelism.
             `"repeat"`: each computes the whole batch, as in tensor parallelism. `"one"`: there is
             one process, that of the call.
@@ -80,15 +75,15 @@ class Layout:
     def parts(self, rank: int = 0, world_size: int = 1) -> list[BatchPart]:
         """Return the parts that a rank computes."""
         rank, world_size = (rank, world_size) if self.ranks == "divide" else (0, 1)
-        each, total = self.micro_batches, self.micro_batches * world_size
-        return [BatchPart(rank * each + index, total, each) for index in range(each)]
+        each = self.micro_batches
+        return [BatchPart(rank * each + i, world_size * each, each) for i in range(each)]
 
 
 @dataclass(frozen=True)
 class Program:
     """What runs in each layout."""
 
-    build: Callable[[], nn.Module]
+    build: Callable[[], Any]
     step: Callable[[nn.Module, BatchPart], Any]
     seed: int = 0
 
@@ -98,10 +93,10 @@ class RankRun:
     """What a rank knows of a run; not all of it, where it failed."""
 
     weights: dict[str, int] = field(default_factory=dict)  # a checksum of each, as built
-    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     trained: tuple[str, ...] | None = None
-    reached: tuple[str, ...] | None = None  # None: the step has not come to its end
-    grads: dict[str, Tensor | None] = field(default_factory=dict)
+    reached: tuple[str, ...] | None = None
+    grads: dict[str, Tensor] = field(default_factory=dict)
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     losses: tuple[str, ...] = ()
     states: tuple[bytes, ...] = ()  # of torch's random numbers, before and after the step
     error: str = ""
@@ -120,18 +115,17 @@ def run_parts(
         if not isinstance(module, nn.Module):
             fix = "return the module: def build(): return Model()"
             raise StructureError(message("build()", "a module", describe(module), fix))
-        run.weights = {name: _checksum(one) for name, one in module.named_parameters()}
-        run.dtypes = {name: param.dtype for name, param in module.named_parameters()}
+        run.weights = {name: _checksum(param) for name, param in module.named_parameters()}
         wrapped = layout.wrap(module, mesh)
         group = None if mesh is None else dist.new_group(backend="gloo")
-        run.trained = _trained(wrapped, run)
+        run.trained = _trained(module)
         if len({*_of_all_ranks(run.trained, group)}) > 1:
             raise RuntimeError("some ranks train other parameters, and all would wait")
         before = _random_state()
         for part in parts:
             _backward(program.step(wrapped, part), run, len(parts), only)
         run.states = before, _random_state()
-        _read_grads(wrapped, run, group)
+        _read_grads(module, run, group)
     return run
 
 
@@ -148,38 +142,22 @@ def _backward(result: Any, run: RankRun, micro_batches: int, only: str | None) -
     reference_backward([loss / micro_batches for loss in chosen])
 
 
-def _read_grads(wrapped: nn.Module, run: RankRun, group: Any) -> None:
+def _read_grads(module: nn.Module, run: RankRun, group: Any) -> None:
     """Read the gradients of all parameters, whole, where all ranks have one."""
-    params = _params(wrapped, run)
+    params = dict(module.named_parameters())
+    run.dtypes = {name: param.dtype for name, param in params.items()}
     run.reached = tuple(name for name, param in params.items() if param.grad is not None)
-    trained, run.trained = run.trained, _trained(wrapped, run)
-    if trained != run.trained:
+    before, run.trained = run.trained, _trained(module)
+    if before != run.trained:
         raise RuntimeError("the step has changed requires_grad")
     everywhere = set.intersection(*map(set, _of_all_ranks(run.reached, group)))
-    for name, param in params.items():
-        run.grads[name] = None
-        if param.grad is not None and name in everywhere:
-            grad = full_tensor(param.grad.detach()).to_dense().cpu()
-            wide = torch.complex128 if grad.is_complex() else torch.float64
-            run.grads[name] = grad.to(wide, copy=True)
+    for name in filter(everywhere.__contains__, params):  # in one order: these are collectives
+        grad = full_tensor(params[name].grad).detach().to_dense().cpu()
+        run.grads[name] = grad.to(torch.complex128 if grad.is_complex() else torch.float64)
 
 
-def _trained(wrapped: nn.Module, run: RankRun) -> tuple[str, ...]:
-    return tuple(name for name, param in _params(wrapped, run).items() if param.requires_grad)
-
-
-def _params(wrapped: nn.Module, run: RankRun) -> dict[str, Tensor]:
-    """Return the parameters by the names that they had before they were wrapped."""
-    params: dict[str, Tensor] = {}
-    for name, param in wrapped.named_parameters():
-        for prefix in _WRAPPERS:
-            name = name.replace(prefix, "")
-        params[name if name in run.weights else name.removeprefix("module.")] = param
-    if params.keys() != run.weights.keys():
-        expected, got = "a module with the parameters that build() made", f"{sorted(params)}"
-        fix = "wrap with fully_shard, parallelize_module or DistributedDataParallel"
-        raise StructureError(message("wrap", expected, got[:300], fix))
-    return {name: params[name] for name in run.weights}
+def _trained(module: nn.Module) -> tuple[str, ...]:
+    return tuple(name for name, param in module.named_parameters() if param.requires_grad)
 
 
 def _of_all_ranks(value: Any, group: Any) -> list[Any]:
@@ -198,71 +176,61 @@ def _random_state() -> bytes:
     return bytes(torch.get_rng_state().tolist())
 
 
-class Ranks:
-    """Processes that run layouts together, each layout in a process group of its own."""
+@contextlib.contextmanager
+def ranks(size: int, timeout: float) -> Iterator[Callable[[Program, Layout], list[RankRun]]]:
+    """Start processes; yield what runs a layout on all of them, in a process group of its own."""
+    earlier = {*multiprocessing.active_children()}
+    # A pool for each: a process is the same rank in all layouts, and one that dies ends no other.
+    pools = [_started() for _ in range(size)]
 
-    def __init__(self, size: int, timeout: float) -> None:
-        self._timeout, self._folder = timeout, tempfile.TemporaryDirectory()
-        context = mp.get_context("spawn")
-        pipes = [context.Pipe() for _ in range(size)]
-        self._connections = [ours for ours, _ in pipes]
-        settings = size, timeout, self._folder.name, torch.get_default_dtype()
-        self._processes = [
-            context.Process(target=_serve, args=(rank, *settings, theirs), daemon=True)
-            for rank, (_, theirs) in enumerate(pipes)
-        ]
-        for process, (_, theirs) in zip(self._processes, pipes, strict=True):
-            process.start()
-            theirs.close()
+    def run(program: Program, layout: Layout) -> list[RankRun]:
+        with tempfile.TemporaryDirectory() as folder:
+            given = size, timeout, f"file://{folder}/rendezvous", program, layout
+            futures = [pool.submit(_rank, rank, *given) for rank, pool in enumerate(pools)]
+            return [_result(pools, rank, future) for rank, future in enumerate(futures)]
 
-    def run(self, task: bytes) -> list[RankRun]:
-        """Run a pickled program and layout; a rank that dies, or does not return, has an error."""
-        runs = [RankRun(error="the process did not return") for _ in self._connections]
-        for connection in self._connections:
-            with contextlib.suppress(OSError):
-                connection.send_bytes(task)
-        ranks, patience = {one: rank for rank, one in enumerate(self._connections)}, None
-        while ranks and (ready := wait(ranks, patience)):
-            patience = self._timeout + _LATER
-            for connection in ready:
-                rank = ranks.pop(connection)
-                try:
-                    runs[rank] = pickle.loads(connection.recv_bytes())
-                except (EOFError, OSError):
-                    runs[rank].error = "the process ended"
-        return runs
-
-    def stop(self) -> None:
-        """End all processes."""
-        for process in self._processes:
+    try:
+        yield run
+    finally:
+        for pool in pools:
+            pool.shutdown(wait=False, cancel_futures=True)
+        for process in {*multiprocessing.active_children()} - earlier:
             process.terminate()
-            process.join(5)
-            process.kill()
-            process.join()
-        self._folder.cleanup()
 
 
-def _serve(
-    rank: int, size: int, timeout: float, folder: str, dtype: torch.dtype, connection: Any
-) -> None:
+def _started() -> ProcessPoolExecutor:
+    context, dtype = multiprocessing.get_context("spawn"), torch.get_default_dtype()
+    pool = ProcessPoolExecutor(1, context, _prepare, (dtype,))
+    pool.submit(os.getpid)  # so that it starts now
+    return pool
+
+
+def _result(pools: list[ProcessPoolExecutor], rank: int, future: Future[RankRun]) -> RankRun:
+    try:
+        return future.result()
+    except BrokenProcessPool:
+        pools[rank] = _started()
+        return RankRun(error="the process ended; in a script, is parity called under __main__?")
+
+
+def _prepare(dtype: torch.dtype) -> None:
     torch.set_num_threads(1)
     torch.set_default_dtype(dtype)
     warnings.simplefilter("ignore")  # those of the step are shown by the process of the call
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
-    limit = datetime.timedelta(seconds=timeout)
-    for number in count():
-        try:
-            task = connection.recv_bytes()
-        except EOFError:
-            return
-        run, rendezvous = RankRun(), f"file://{Path(folder) / str(number)}"
-        try:
-            program, layout = pickle.loads(task)
-            dist.init_process_group("gloo", rendezvous, limit, size, rank)
-            mesh = dist.device_mesh.init_device_mesh("cpu", (size,))
-            run_parts(program, layout, layout.parts(rank, size), mesh=mesh, run=run)
-        except BaseException as error:
-            run.error = f"{type(error).__name__}: {first_line(error)}"
+
+
+def _rank(
+    rank: int, size: int, timeout: float, rendezvous: str, program: Program, layout: Layout
+) -> RankRun:
+    run, limit = RankRun(), datetime.timedelta(seconds=timeout)
+    try:
+        dist.init_process_group("gloo", rendezvous, limit, size, rank)
+        mesh = dist.device_mesh.init_device_mesh("cpu", (size,))
+        run_parts(program, layout, layout.parts(rank, size), mesh=mesh, run=run)
+    except Exception as error:
+        run.error = f"{type(error).__name__}: {first_line(error)}"
+    finally:
         if dist.is_initialized():
             dist.destroy_process_group()  # which ends the waits of the other ranks
-        connection.send_bytes(pickle.dumps(run))
+    return run

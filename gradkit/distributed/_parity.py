@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import pickle
 import sys
 from collections.abc import Callable, Sequence
@@ -17,11 +16,12 @@ from torch import nn
 
 from gradkit._compat.dynamo import disable_compile
 from gradkit._core.call import check_function, check_option, is_number, is_positive_int
-from gradkit.distributed._layout_run import BatchPart, Layout, Program, RankRun, Ranks, run_parts
+from gradkit.distributed._layout_run import BatchPart, Layout, Program, RankRun, ranks, run_parts
 from gradkit.distributed._parity_report import (
     COARSE,
     FLOOR,
     TOLERANCE,
+    Grads,
     ParityDifference,
     ParityReport,
     Suspects,
@@ -44,7 +44,8 @@ def _ddp(module: nn.Module, mesh: Any) -> nn.Module:
 def _fsdp(module: nn.Module, mesh: Any) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
-    return fully_shard(module, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    return module
 
 
 def _compiled(module: nn.Module, mesh: Any) -> nn.Module:
@@ -136,20 +137,15 @@ def parity(
     _check_options(program, world_size, rtol, timeout)
     skipped = {one.name: why for one in chosen if (why := _why_not(one))}
     chosen = [one for one in chosen if one.name not in skipped]
-    tasks = {one.name: _pickled(program, one) for one in chosen if one.ranks != "one"}
-    runs: dict[str, list[RankRun]] = {}
-    with contextlib.ExitStack() as stack:
-        if tasks:
-            ranks = Ranks(world_size, timeout)  # they start while this process computes
-            stack.callback(ranks.stop)
+    in_group = [one for one in chosen if one.ranks != "one"]
+    _check_importable(program, in_group)
+    with ranks(world_size, timeout) if in_group else contextlib.nullcontext(_alone) as run:
         single = run_parts(program, _SINGLE, _SINGLE.parts())
-        for one in chosen:
-            in_group = one.name in tasks
-            runs[one.name] = ranks.run(tasks[one.name]) if in_group else [_alone(program, one)]
+        runs = {one.name: (run if one in in_group else _alone)(program, one) for one in chosen}
     compared = _Comparison(program, single, rtol)
     differences = {one.name: compared.of(one, runs[one.name]) for one in chosen}
     failed = {name: why for name, of in runs.items() if (why := _error(of))}
-    unreached = tuple(name for name in single.trained or () if not compared.reaches(name))
+    unreached = tuple(name for name in single.trained or () if name not in single.grads)
     layouts_run = tuple(name for name in runs if name not in failed)
     return ParityReport(layouts_run, compared.params, differences, failed, skipped, unreached)
 
@@ -160,12 +156,7 @@ class _Comparison:
     def __init__(self, program: Program, single: RankRun, rtol: float | None) -> None:
         self.program, self.single, self.rtol = program, single, rtol
         self.params = single.trained or ()
-        norms = [float(grad.norm()) for grad in single.grads.values() if grad is not None]
-        self.floor = FLOOR * sum(norm**2 for norm in norms) ** 0.5
-
-    def reaches(self, param: str) -> bool:
-        """Return whether a parameter has a gradient in one process."""
-        return param in (self.single.reached or ())
+        self.floor = FLOOR * sum(float(g.norm()) ** 2 for g in single.grads.values()) ** 0.5
 
     def of(self, layout: Layout, runs: list[RankRun]) -> dict[str, ParityDifference]:
         """Return how the gradients of a layout differ, by parameter."""
@@ -184,66 +175,66 @@ class _Comparison:
     ) -> ParityDifference | None:
         frozen = [i for i, run in enumerate(runs) if param not in (run.trained or self.params)]
         if frozen:
-            return ParityDifference("frozen", _on("requires_grad is False", frozen), ranks=frozen)
-        without = [i for i, run in enumerate(runs) if param not in (run.reached or self.params)]
-        if without and self.reaches(param):
-            why = _on("no loss of this layout reaches it, or its gradient was dropped", without)
-            return ParityDifference("zero", why, 0.0, 1.0, without)
-        expected, each = self.single.grads[param], {}
+            why = _on("requires_grad is False", frozen)
+            return ParityDifference("frozen", why, ranks=tuple(frozen))
+        expected = self.single.grads.get(param)
+        without = [
+            i for i, r in enumerate(runs) if r.reached is not None and param not in r.reached
+        ]
+        if without and expected is not None:
+            why = _on("no loss reaches it, or its gradient was dropped,", without)
+            return ParityDifference("zero", why, 0.0, ranks=tuple(without))
+        if _error(runs):
+            return None
         rtol = self.rtol or TOLERANCE.get(self.single.dtypes[param], COARSE)
-        for rank, run in enumerate(runs):
-            grad = run.grads.get(param)
-            if not _error(runs) and (
-                one := difference(param, grad, expected, suspects, rtol, self.floor)
-            ):
-                each[rank] = one
-        return replace(next(iter(each.values())), ranks=list(each)) if each else None
+        grads = [run.grads.get(param) for run in runs]
+        of_ranks = [difference(param, g, expected, suspects, rtol, self.floor) for g in grads]
+        wrong = [rank for rank, one in enumerate(of_ranks) if one]
+        first = next(filter(None, of_ranks), None)
+        return first and replace(first, ranks=tuple(wrong))
 
     def _suspects(self, layout: Layout, runs: list[RankRun]) -> Suspects:
         """Compute what the gradients of a layout are compared with."""
         sizes = {"the world size": len(runs), "the number of micro-batches": layout.micro_batches}
+        sizes = {name: size for name, size in sizes.items() if size > 1}
         count = layout.parts(0, len(runs))[0].count
-        parts, losses = [], {}
-        with contextlib.suppress(Exception):  # of a step that takes one process and many parts ill
-            for index in range(count):
-                part = BatchPart(index, count)
-                parts.append(run_parts(self.program, _SINGLE, [part]).grads)
+        alone: list[list[Grads]] = [[], []]
+        with contextlib.suppress(Exception):  # where the step does not take such a part
+            for part in (BatchPart(index, count) for index in range(count)):
+                alone[0].append(run_parts(self.program, _SINGLE, [part]).grads)
         for name in self.single.losses:
-            run = run_parts(self.program, _SINGLE, _SINGLE.parts(), only=name)
-            losses[name] = run.grads
-        draws = self._draws(layout, runs, divided=count > 1)
-        return Suspects({k: n for k, n in sizes.items() if n > 1}, parts, losses, draws)
+            alone[1].append(run_parts(self.program, _SINGLE, _SINGLE.parts(), only=name).grads)
+        losses = dict(zip(self.single.losses, alone[1], strict=True))
+        return Suspects(sizes, alone[0], losses, self._draws(layout, runs, divided=count > 1))
 
     def _draws(self, layout: Layout, runs: list[RankRun], *, divided: bool) -> str:
         """Say that a layout has drawn other random numbers than one process, if so."""
         states = [run.states for run in (self.single, *runs)]
-        if all(len({*state}) <= 1 for state in states) or len({*states}) == 1 and not divided:
+        alike = len({*states}) == 1 and not divided
+        if alike or all(len({*state}) <= 1 for state in states):
             return ""
         if layout.ranks == "repeat" and len({*states[1:]}) > 1:
-            return "the ranks draw different random numbers: their seeds differ (dropout)"
-        return (
-            "this layout draws other random numbers (dropout) than one process: compare without, "
-            "by module.eval() in build"
-        )
+            return "the seeds of the ranks differ (dropout)"
+        return "this layout draws others than one process (dropout): in build, call module.eval()"
 
 
 def _on(what: str, ranks: list[int]) -> str:
     return f"{what} on rank {', '.join(map(str, ranks))}"
 
 
-def _alone(program: Program, layout: Layout) -> RankRun:
+def _alone(program: Program, layout: Layout) -> list[RankRun]:
     run = RankRun()
     try:
-        return run_parts(program, layout, layout.parts(), run=run)
+        run_parts(program, layout, layout.parts(), run=run)
     except Exception as error:
         run.error = f"{type(error).__name__}: {first_line(error)}"
-        return run
+    return [run]
 
 
 def _error(runs: list[RankRun]) -> str:
-    """Return what a rank raised: the error of torch's that says most is the longest."""
-    errors = [f"{_on('', [i])[1:]}: {run.error}" for i, run in enumerate(runs) if run.error]
-    return errors[0] if errors else ""
+    """Return what a rank raised, rather than what others did that waited for it."""
+    errors = [_on(run.error, [rank]) for rank, run in enumerate(runs) if run.error]
+    return min(errors, key=lambda text: "gloo" in text or "the process" in text, default="")
 
 
 def _read_layouts(layouts: Sequence[str | Layout]) -> list[Layout]:
@@ -285,28 +276,27 @@ def _check_options(program: Program, world_size: object, rtol: Any, timeout: Any
 
 def _why_not(layout: Layout) -> str:
     """Return why this machine cannot run a layout; empty if it can."""
+    if layout.ranks != "one" and not (dist.is_available() and dist.is_gloo_available()):
+        return "this torch is built without gloo"
     if layout is _LAYOUTS["compiled"]:
         try:
             torch.compile(len)
         except RuntimeError as error:
             return first_line(error)
-    if layout.ranks != "one" and not (dist.is_available() and dist.is_gloo_available()):
-        return "this torch is built without gloo"
-    if layout.ranks != "one" and multiprocessing.current_process().daemon:
-        return "a daemonic process, as this is, cannot start others"
     return ""
 
 
-def _pickled(program: Program, layout: Layout) -> bytes:
-    """Return what other processes run, or raise if they could not import it."""
-    functions = {"build": program.build, "step": program.step, f"wrap of {layout.name}": layout.wrap}
+def _check_importable(program: Program, layouts: Sequence[Layout]) -> None:
+    """Raise if other processes could not import the functions that they run."""
+    functions = {"build": program.build, "step": program.step} if layouts else {}
+    functions |= {f"wrap of {layout.name!r}": layout.wrap for layout in layouts}
     is_file = hasattr(sys.modules["__main__"], "__file__")
     for name, function in functions.items():
+        why = "one typed into an interpreter or a notebook"
         try:
-            text, why = pickle.dumps(function), "one typed into an interpreter or notebook"
+            if b"__main__" not in pickle.dumps(function) or is_file:
+                continue
         except Exception as error:
-            text, why = b"", first_line(error)
-        if not text or b"__main__" in text and not is_file:
-            fix = f"define it with `def {name.split()[0]}(...)` at the top of a module or script"
-            raise OptionError(message(name, "a function that other processes import", why, fix))
-    return pickle.dumps((program, layout))
+            why = first_line(error)
+        fix = f"def {name.split()[0]}(...) at the top of a module or script, and pass that"
+        raise OptionError(message(name, "a function that other processes import", why, fix))

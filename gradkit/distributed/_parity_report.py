@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradkit._core.tables import Block, Report, Table, folded, listed, plural, styled
 
-Grads: TypeAlias = Mapping[str, Tensor | None]  # of float64 or complex128, on the CPU
+Grads: TypeAlias = Mapping[str, Tensor]  # of float64 or complex128, on the CPU
 
 # The largest difference, relative to the norm of the expected gradient: rounding, summed in another
 # order, and of a factor such as a root of two it leaves no doubt.
@@ -149,7 +149,7 @@ def difference(
     if got.numel() > 1 and equals(fitted * want):
         why = "the whole gradient is scaled: a loss's weight, a mean or a norm"
         return ParityDifference(f"x {fitted:.4g}", why, fitted, relative)
-    why = "no multiple of the expected gradient, nor that of some parts or losses alone"
+    why = "no multiple of the expected gradient, nor that of some parts or losses"
     return ParityDifference(f"differs by {relative:.2g}", why, None, relative)
 
 
@@ -171,8 +171,8 @@ def _explanations(param: str, want: Tensor, given: Suspects) -> Iterator[_Explan
     yield from _of_parts(param, want, given)
     losses = given.losses or {}
     for loss, grads in losses.items() if len(losses) > 1 else ():
-        alone = grads[param]
-        if alone is not None and alone.count_nonzero():
+        alone = grads.get(param)
+        if alone is not None:
             for times in (0, *(t for n in given.sizes.values() for t in (n, 1 / n))):
                 kind = f"loss {loss!r} x {times:.4g}" if times else f"without loss {loss!r}"
                 why = "this loss does not reach it, or has another weight in this layout"
@@ -180,18 +180,22 @@ def _explanations(param: str, want: Tensor, given: Suspects) -> Iterator[_Explan
 
 
 def _of_parts(param: str, want: Tensor, given: Suspects) -> Iterator[_Explanation]:
-    parts = [torch.zeros_like(want) if g[param] is None else g[param] for g in given.parts]
-    tensors = [part for part in parts if part is not None]
-    if len(tensors) < 2:
+    parts = [grads.get(param, torch.zeros_like(want)) for grads in given.parts]
+    n = len(parts)
+    if n < 2:
         return
-    n, total = len(tensors), torch.stack(tensors).sum(0)
-    why = "the parts weigh the same, whatever each counts; or each has statistics of its own"
+    total = torch.stack(parts).sum(0)
     if not given.draws:
-        yield "a mean of means", f"{why} (batch norm, a contrastive loss)", None, total / n
-        yield "a sum of means", f"{why}, and they are not divided", None, total
-    for index, part in enumerate(tensors):
-        why = "gradients are not reduced, or the others are lost"
+        why = "the parts weigh the same, whatever each counts; or each has statistics of its own"
+        yield "a mean of means", f"{why}, as of batch norm", None, total / n
+        yield "a sum of means", f"{why}, and the sum is not divided", None, total
+    for index, part in enumerate(parts):
         for divisor in (1, n):
-            yield f"part {index} of {n} only", why, None, part / divisor
+            yield (
+                f"part {index} of {n} only",
+                "not reduced, or the others are lost",
+                None,
+                part / divisor,
+            )
         for divisor in (n, n - 1):
             yield f"without part {index} of {n}", "it is lost", None, (total - part) / divisor
