@@ -234,7 +234,7 @@ def _alone(program: Program, layout: Layout) -> list[RankRun]:
 def _error(runs: list[RankRun]) -> str:
     """Return what a rank raised, rather than what others did that waited for it."""
     errors = [_on(run.error, [rank]) for rank, run in enumerate(runs) if run.error]
-    return min(errors, key=lambda text: "gloo" in text or "the process" in text, default="")
+    return min(errors, key=lambda text: "gloo" in text, default="")
 
 
 def _read_layouts(layouts: Sequence[str | Layout]) -> list[Layout]:
@@ -280,7 +280,7 @@ def _why_not(layout: Layout) -> str:
         return "this torch is built without gloo"
     if layout is _LAYOUTS["compiled"]:
         try:
-            torch.compile(len)
+            torch.compile(len, backend="aot_eager")
         except RuntimeError as error:
             return first_line(error)
     return ""

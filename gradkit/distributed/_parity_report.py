@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
@@ -101,19 +101,12 @@ class ParityReport(Report):
 
 @dataclass(frozen=True)
 class Suspects:
-    """What a wrong gradient is compared with, beside the expected one.
+    """What a wrong gradient is compared with, beside the expected one."""
 
-    Attributes:
-        sizes: Numbers by which a gradient may be multiplied: `{"the world size": 2}`.
-        parts: The gradients of each part of the batch alone, in one process.
-        losses: The gradients of each loss alone, where a step returns several by name.
-        draws: What is said of random numbers that the layout drew otherwise; empty if it did not.
-    """
-
-    sizes: Mapping[str, int]
-    parts: Sequence[Grads] = ()
-    losses: Mapping[str, Grads] | None = None
-    draws: str = ""
+    sizes: Mapping[str, int]  # by which it may be multiplied: {"the world size": 2}
+    parts: Sequence[Grads] = ()  # of each part of the batch alone, in one process
+    losses: Mapping[str, Grads] = field(default_factory=dict)  # of each loss alone
+    draws: str = ""  # how the layout drew other random numbers; empty if it did not
 
 
 def difference(
@@ -121,25 +114,25 @@ def difference(
     tolerance: float = 1e-9, floor: float = 0.0,
 ) -> ParityDifference | None:  # fmt: skip
     """Return how a gradient differs from the expected one, and why; None if it does not."""
-    # None counts as zero; a norm below `floor` as rounding.
-    some = next((one for one in (grad, expected) if one is not None), None)
-    if some is None:
+    # None counts as zero; below `floor`, a norm is rounding.
+    if grad is None and expected is None:
         return None
-    zeros = torch.zeros_like(some)
+    zeros = torch.zeros_like(expected if grad is None else grad)
     got, want = zeros if grad is None else grad, zeros if expected is None else expected
 
     def equals(other: Tensor) -> bool:
         return bool((got - other).norm() <= tolerance * max(float(other.norm()), floor))
 
+    relative = float((got - want).norm()) / max(float(want.norm()), floor, 1e-300)
+    if not (got - want).isfinite().all():
+        return ParityDifference("not finite", "an entry is nan or infinite", None, relative)
     if equals(want):
         return None
-    relative = float((got - want).norm()) / max(float(want.norm()), floor, 1e-300)
-    if not got.isfinite().all() or not want.isfinite().all():
-        return ParityDifference("not finite", "an entry is nan or infinite", None, relative)
-    if equals(zeros) or not want.count_nonzero():
+    if equals(zeros):
         why = "no loss reaches it in this layout, or it is frozen or detached"
-        zero = ParityDifference("zero", why, 0.0, relative)
-        return zero if equals(zeros) else ParityDifference("not zero", _NOT_ZERO, None, relative)
+        return ParityDifference("zero", why, 0.0, relative)
+    if not want.count_nonzero():
+        return ParityDifference("not zero", "there is none in one process", None, relative)
     for kind, why, factor, other in _explanations(param, want, given):
         if equals(other):
             return ParityDifference(kind, why, factor, relative)
@@ -147,13 +140,12 @@ def difference(
         return ParityDifference("random numbers", given.draws, None, relative)
     fitted = float((got * want.conj()).sum().real / want.norm().square())
     if got.numel() > 1 and equals(fitted * want):
-        why = "the whole gradient is scaled: a loss's weight, a mean or a norm"
+        why = "the whole gradient is scaled: the weight of a loss, a mean or a norm"
         return ParityDifference(f"x {fitted:.4g}", why, fitted, relative)
-    why = "no multiple of the expected gradient, nor that of some parts or losses"
+    why = "no multiple of the expected gradient, nor of what parts or losses give alone"
     return ParityDifference(f"differs by {relative:.2g}", why, None, relative)
 
 
-_NOT_ZERO = "it has a gradient, and none in one process"
 _Explanation: TypeAlias = tuple[str, str, float | None, Tensor]  # kind, why, factor, gradient
 
 
@@ -169,14 +161,11 @@ def _explanations(param: str, want: Tensor, given: Suspects) -> Iterator[_Explan
         ):
             yield f"x {factor:.4g}: {name}", why, factor, factor * want
     yield from _of_parts(param, want, given)
-    losses = given.losses or {}
-    for loss, grads in losses.items() if len(losses) > 1 else ():
-        alone = grads.get(param)
-        if alone is not None:
-            for times in (0, *(t for n in given.sizes.values() for t in (n, 1 / n))):
-                kind = f"loss {loss!r} x {times:.4g}" if times else f"without loss {loss!r}"
-                why = "this loss does not reach it, or has another weight in this layout"
-                yield kind, why, None, want + (times - 1) * alone
+    for loss, grads in given.losses.items() if len(given.losses) > 1 else ():
+        for times in (0, *(t for n in given.sizes.values() for t in (n, 1 / n))):
+            kind = f"loss {loss!r} x {times:.4g}" if times else f"without loss {loss!r}"
+            why = "this loss does not reach it, or has another weight in this layout"
+            yield kind, why, None, want + (times - 1) * grads.get(param, 0 * want)
 
 
 def _of_parts(param: str, want: Tensor, given: Suspects) -> Iterator[_Explanation]:
@@ -189,13 +178,10 @@ def _of_parts(param: str, want: Tensor, given: Suspects) -> Iterator[_Explanatio
         why = "the parts weigh the same, whatever each counts; or each has statistics of its own"
         yield "a mean of means", f"{why}, as of batch norm", None, total / n
         yield "a sum of means", f"{why}, and the sum is not divided", None, total
-    for index, part in enumerate(parts):
-        for divisor in (1, n):
-            yield (
-                f"part {index} of {n} only",
-                "not reduced, or the others are lost",
-                None,
-                part / divisor,
-            )
-        for divisor in (n, n - 1):
-            yield f"without part {index} of {n}", "it is lost", None, (total - part) / divisor
+    for kind, why, alone in (
+        ("part {} of {} only", "it is not reduced, or the others are lost", parts),
+        ("without part {} of {}", "it is lost", [total - part for part in parts]),
+    ):
+        for index, one in enumerate(alone):
+            for divisor in (1, n - 1, n):
+                yield kind.format(index, n), why, None, one / divisor

@@ -91,9 +91,12 @@ def counted(module: Any, part: BatchPart) -> Tensor:
     """The mean over the rows that count, of which the parts have unequal numbers."""
     keep = part.rows(COUNTED)
     losses = error_of(module(part.rows(X))[0], part)[keep]
-    if plain(module).bug == "mean of means":
-        return losses.mean()
     return losses.sum() / COUNTED.sum() * part.count
+
+
+def mean_of_counted(module: Any, part: BatchPart) -> Tensor:
+    """The mean over the rows of the part that count: over parts, a mean of means."""
+    return error_of(module(part.rows(X))[0], part)[part.rows(COUNTED)].mean()
 
 
 def clipped(module: Any, part: BatchPart) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import multiprocessing
 import pickle
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from gradkit.distributed._layout_run import ranks
 from gradkit.distributed._parity_report import Suspects, difference
 from tests.distributed import parity_programs as programs
 from tests.distributed.parity_programs import bugged
+from tests.processes import forking
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -136,12 +138,12 @@ ALONE = ["accumulation", "checkpointed"]
 
 @pytest.mark.parametrize("step", [programs.step, programs.counted, programs.clipped])
 def test_right_layouts_of_one_process_are_equal(step: Callable[..., Any]) -> None:
-    layouts = [*ALONE, Layout("three", ranks="one", micro_batches=3)]
+    layouts = [*ALONE, Layout("four", ranks="one", micro_batches=4)]
     report = parity(programs.build, step, layouts)
     assert report.same, report
-    assert report.layouts == ("accumulation", "checkpointed", "three")
+    assert report.layouts == ("accumulation", "checkpointed", "four")
     assert str(report) == (
-        "8 params: accumulation, checkpointed and three against one process: the same"
+        "8 params: accumulation, checkpointed and four against one process: the same"
     )
 
 
@@ -152,7 +154,7 @@ def test_compiled_is_equal() -> None:
 @pytest.mark.parametrize(
     ("step", "bug", "named"),
     [
-        (programs.counted, "mean of means", "a mean of means"),
+        (programs.mean_of_counted, "no reduction", "a mean of means"),
         (programs.step, "lost micro-batch", "part 0 of 2 only"),
         (programs.step, "auxiliary loss twice", "loss 'aux' x 2"),
     ],
@@ -191,8 +193,8 @@ def test_float32_and_half_precision_have_tolerances_of_their_own() -> None:
 
 
 def test_nothing_of_the_caller_changes() -> None:
-    state, python = torch.get_rng_state(), contextlib.nullcontext()
-    with python, torch.no_grad():
+    state = torch.get_rng_state()
+    with torch.no_grad():
         assert parity(programs.build, programs.step, ALONE).same
         assert not torch.is_grad_enabled()
     with torch.inference_mode():
@@ -221,10 +223,8 @@ def fail(text: str) -> None:
 
 
 def test_the_report_is_data_text_and_a_table() -> None:
-    report = parity(
-        programs.build, programs.counted, [bugged("mean of means", ranks="one", micro_batches=2)]
-    )
-    assert "mean of means (8)" in str(report)
+    report = parity(programs.build, programs.mean_of_counted, ["accumulation"])
+    assert "accumulation (8)" in str(report)
     assert "router.weight, router.bias, experts.0.weight, experts.0.bias and 4 more" in str(report)
     assert dataclasses.is_dataclass(report)
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -317,7 +317,7 @@ def test_weights_that_differ_are_refused() -> None:
 
 
 def test_layouts_that_the_machine_cannot_run_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_compiler(*args: Any) -> None:
+    def no_compiler(*args: Any, **options: Any) -> None:
         raise RuntimeError("torch.compile is not supported here")
 
     monkeypatch.setattr(torch.distributed, "is_gloo_available", lambda: False)
@@ -337,8 +337,10 @@ def test_layouts_that_the_machine_cannot_run_are_skipped(monkeypatch: pytest.Mon
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Any]:
     """Two processes for all tests of this file, which wait for each other for seconds only."""
-    with ranks(2, timeout=6) as run:
-        yield run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiprocessing, "get_context", lambda kind: forking())
+        with ranks(2, timeout=6) as run:
+            yield run
 
 
 @pytest.fixture
@@ -372,20 +374,20 @@ def test_clipping_by_hand_is_equal_where_all_ranks_have_the_gradient(over_ranks:
     ("bug", "step", "named"),
     [
         ("auxiliary loss", programs.step, "without loss 'aux'"),
-        ("mean of means", programs.counted, "a mean of means"),
+        ("ddp", programs.mean_of_counted, "a mean of means"),
         ("missing reduction", programs.step, "part 0 of 2 only"),
         ("doubled norm", programs.clipped, "x 0.7071: 1 / the root of the world size"),
         ("sum", programs.step, "x 2: the world size"),
     ],
 )
 def test_planted_bugs_are_named(over_ranks: Any, bug: str, step: Any, named: str) -> None:
-    report = over_ranks(programs.build, step, ["ddp", bugged(bug)])
+    report = over_ranks(programs.build, step, [bugged(bug), "fsdp"])
     if bug != "auxiliary loss":
         assert list(report.differences[bug]) == list(report.params)  # the first layer first
     else:
         assert list(report.differences[bug]) == ["router.weight", "router.bias"]
     assert set(kinds(report, bug).values()) == {named}
-    assert kinds(report, "ddp") == {}
+    assert kinds(report, "fsdp") == (kinds(report, bug) if bug == "ddp" else {})
     assert named in str(report)
     assert {one.ranks for one in report.differences[bug].values()} == {(0, 1)}
 
@@ -398,7 +400,6 @@ def test_dropout_seeds_that_differ_are_named(over_ranks: Any) -> None:
     assert kinds(report, "seeds")["router.weight"] == "random numbers"
     assert "seeds of the ranks differ" in report.differences["seeds"]["router.weight"].why
     assert "module.eval()" in report.differences["ddp"]["router.weight"].why
-    assert "head.bias" not in report.differences["seeds"]
 
 
 @pytest.mark.processes
@@ -440,8 +441,6 @@ def test_weights_of_ranks_that_differ_are_refused(over_ranks: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.processes
 def test_processes_are_started_and_ended() -> None:
-    import multiprocessing
-
     before = {*multiprocessing.active_children()}
     torch.set_default_dtype(torch.float64)
     try:
@@ -473,13 +472,14 @@ def test_right(parity):
     assert parity(programs.build, programs.counted, ["accumulation"]).same
 
 def test_wrong(parity):
-    layout = programs.bugged("mean of means", ranks="one", micro_batches=2)
-    parity(programs.build, programs.counted, [layout])
+    parity(programs.build, programs.mean_of_counted, ["accumulation"])
 """
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("option", [(), ("--gradkit-parity",)])
+@pytest.mark.parametrize(
+    "option", [pytest.param((), marks=pytest.mark.slow), ("--gradkit-parity",)]
+)
 def test_the_plugin(tmp_path: Path, option: tuple[str, ...]) -> None:
     (tmp_path / "test_it.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "gradkit._pytest_plugin"]
