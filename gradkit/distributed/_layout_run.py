@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -21,6 +22,8 @@ from torch import Tensor, nn
 from gradkit._autograd.engine import reference_backward
 from gradkit._compat.distributed import full_tensor
 from gradkit.errors import StructureError, describe, first_line, message
+
+_START = datetime.timedelta(minutes=2)  # in which a process imports torch and the user's modules
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ def run_parts(
 ) -> RankRun:  # fmt: skip
     """Run the step of each part on a module built and wrapped anew, and return its gradients."""
     # `only`: one of the losses that the step returns by name. `run` is filled also if this raises.
-    run = run or RankRun()
+    run, group = run or RankRun(), None if mesh is None else dist.new_group(backend="gloo")
     with torch.random.fork_rng([]), torch.inference_mode(False), torch.enable_grad():
         torch.manual_seed(program.seed)
         module = program.build()
@@ -117,7 +120,6 @@ def run_parts(
             raise StructureError(message("build()", "a module", describe(module), fix))
         run.weights = {name: _checksum(param) for name, param in module.named_parameters()}
         wrapped = layout.wrap(module, mesh)
-        group = None if mesh is None else dist.new_group(backend="gloo")
         run.trained = _trained(module)
         if len({*_of_all_ranks(run.trained, group)}) > 1:
             raise RuntimeError("some ranks train other parameters, and all would wait")
@@ -185,7 +187,7 @@ def ranks(size: int, timeout: float) -> Iterator[Callable[[Program, Layout], lis
 
     def run(program: Program, layout: Layout) -> list[RankRun]:
         with tempfile.TemporaryDirectory() as folder:
-            given = size, timeout, f"file://{folder}/rendezvous", program, layout
+            given = size, timeout, f"{folder}/rendezvous", program, layout
             futures = [pool.submit(_rank, rank, *given) for rank, pool in enumerate(pools)]
             return [_result(pools, rank, future) for rank, future in enumerate(futures)]
 
@@ -214,6 +216,9 @@ def _result(pools: list[ProcessPoolExecutor], rank: int, future: Future[RankRun]
 
 
 def _prepare(dtype: torch.dtype) -> None:
+    # Imported while there is a group, it would keep the group, and the connections, for good.
+    from torch.distributed.nn import functional  # noqa: F401
+
     torch.set_num_threads(1)
     torch.set_default_dtype(dtype)
     warnings.simplefilter("ignore")  # those of the step are shown by the process of the call
@@ -225,12 +230,16 @@ def _rank(
 ) -> RankRun:
     run, limit = RankRun(), datetime.timedelta(seconds=timeout)
     try:
-        dist.init_process_group("gloo", rendezvous, limit, size, rank)
+        store = dist.FileStore(rendezvous, size)  # type: ignore[attr-defined]
+        store.set(f"started {rank}", "")  # for which others wait longer than for a collective
+        store.wait([f"started {other}" for other in range(size)], limit + _START)
+        dist.init_process_group("gloo", None, limit, size, rank, store)
         mesh = dist.device_mesh.init_device_mesh("cpu", (size,))
         run_parts(program, layout, layout.parts(rank, size), mesh=mesh, run=run)
     except Exception as error:
         run.error = f"{type(error).__name__}: {first_line(error)}"
     finally:
         if dist.is_initialized():
-            dist.destroy_process_group()  # which ends the waits of the other ranks
+            gc.collect()  # a module of DDP's would keep the connections, for which others wait
+            dist.destroy_process_group()
     return run

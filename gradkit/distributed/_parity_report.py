@@ -115,9 +115,10 @@ def difference(
 ) -> ParityDifference | None:  # fmt: skip
     """Return how a gradient differs from the expected one, and why; None if it does not."""
     # None counts as zero; below `floor`, a norm is rounding.
-    if grad is None and expected is None:
+    some = expected if grad is None else grad
+    if some is None:
         return None
-    zeros = torch.zeros_like(expected if grad is None else grad)
+    zeros = torch.zeros_like(some)
     got, want = zeros if grad is None else grad, zeros if expected is None else expected
 
     def equals(other: Tensor) -> bool:
