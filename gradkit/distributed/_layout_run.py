@@ -140,8 +140,10 @@ def _backward(result: Any, run: RankRun, micro_batches: int, only: str | None) -
         if not isinstance(loss, Tensor):
             fix = "return a loss, a dict of losses, or None after .backward()"
             raise StructureError(message(f"step(): {name}", "a tensor", describe(loss), fix))
-    chosen = losses.values() if only is None else [losses[only]]
-    reference_backward([loss / micro_batches for loss in chosen])
+    chosen = [*losses.values()] if only is None else [losses[only]]
+    with_graph = [loss / micro_batches for loss in chosen if loss.requires_grad]
+    if with_graph or only is None:  # as in their sum, one without a graph says nothing
+        reference_backward(with_graph or chosen)
 
 
 def _read_grads(module: nn.Module, run: RankRun, group: Any) -> None:

@@ -67,8 +67,10 @@ class ParityReport(Report):
     def _blocks(self) -> Sequence[Block]:
         wrong = [f"{name} ({len(of)})" for name, of in self.differences.items() if of]
         result = f"differ in {listed(wrong, 9)}" if wrong else "the same"
-        layouts = listed(self.layouts, 9) or "no layout"
-        title = f"{plural(len(self.params), 'param')}: {layouts} against one process: {result}"
+        title = f"{listed(self.layouts, 9)} against one process: {result}"
+        if not self.layouts:
+            title = "no layout was compared with one process"
+        title = f"{plural(len(self.params), 'param')}: {title}"
         blocks: list[Block] = [title, *([self._table()] if wrong else []), *self._reasons()]
         blocks += [f"{name} raised: {error}" for name, error in self.failed.items()]
         blocks += [f"{name} was skipped: {why}" for name, why in self.skipped.items()]
