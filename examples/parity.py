@@ -4,8 +4,8 @@ A small mixture of experts reads padded sequences; each bug below is one that tr
 had, and none of them raises:
 
 - the loss is a mean over the tokens of a micro-batch, and the micro-batches have unequal numbers;
-- a checkpoint with `use_reentrant=True` runs the router without a graph, and the balancing loss that
-  is computed inside reaches no router;
+- a checkpoint with `use_reentrant=True` runs the router without a graph, so that the balancing loss
+  which is computed inside reaches no router;
 - the norm for clipping is summed over the ranks, though DDP has reduced the gradients before.
 
 `gradkit.distributed.parity` runs the step in one process and in the layout, compares each
@@ -59,7 +59,8 @@ class Experts(nn.Module):
         self.balance = torch.zeros(())
 
     def forward(self, x: Tensor) -> Tensor:
-        weights = self.router(x).softmax(-1)
+        """Return the outputs of the experts, as the router weighs them."""
+        weights: Tensor = self.router(x).softmax(-1)
         self.balance = weights.square().mean()
         outputs = torch.stack([expert(x) for expert in self.experts], -1)
         return (outputs * weights[..., None, :]).sum(-1)

@@ -36,11 +36,12 @@ def vector(*numbers: float) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.float64)
 
 
+BY_SIZE = Suspects(SIZES)
 A, B, C = vector(1, 2, 3, -1), vector(2, -1, 0.5, 4), vector(-3, 0.25, 7, 1)
 PARTS = [{"w": one} for one in (A, B, C)]
 
 
-def kind(grad: Any, expected: Any, suspects: Suspects = Suspects(SIZES), **options: Any) -> Any:
+def kind(grad: Any, expected: Any, suspects: Suspects = BY_SIZE, **options: Any) -> Any:
     one = difference("w", grad, expected, suspects, **options)
     return one and one.kind
 
