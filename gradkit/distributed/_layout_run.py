@@ -118,7 +118,8 @@ def run_parts(
         if not isinstance(module, nn.Module):
             fix = "return the module: def build(): return Model()"
             raise StructureError(message("build()", "a module", describe(module), fix))
-        run.weights = {name: _checksum(param) for name, param in module.named_parameters()}
+        for name, param in module.named_parameters():
+            run.weights[name] = int(param.detach().reshape(-1).view(torch.uint8).sum())
         wrapped = layout.wrap(module, mesh)
         run.trained = _trained(module)
         if len({*_of_all_ranks(run.trained, group)}) > 1:
@@ -172,10 +173,6 @@ def _of_all_ranks(value: Any, group: Any) -> list[Any]:
     return values
 
 
-def _checksum(tensor: Tensor) -> int:
-    return int(tensor.detach().reshape(-1).view(torch.uint8).sum())
-
-
 def _random_state() -> bytes:
     return bytes(torch.get_rng_state().tolist())
 
@@ -190,8 +187,8 @@ def ranks(size: int, timeout: float) -> Iterator[Callable[[Program, Layout], lis
     def run(program: Program, layout: Layout) -> list[RankRun]:
         with tempfile.TemporaryDirectory() as folder:
             given = size, timeout, f"{folder}/rendezvous", program, layout
-            futures = [pool.submit(_rank, rank, *given) for rank, pool in enumerate(pools)]
-            return [_result(pools, rank, future) for rank, future in enumerate(futures)]
+            futures = [_submitted(pools, rank, given) for rank in range(size)]
+            return [_result(future) for future in futures]
 
     try:
         yield run
@@ -209,11 +206,18 @@ def _started() -> ProcessPoolExecutor:
     return pool
 
 
-def _result(pools: list[ProcessPoolExecutor], rank: int, future: Future[RankRun]) -> RankRun:
+def _submitted(pools: list[ProcessPoolExecutor], rank: int, given: Any) -> Future[RankRun]:
+    try:
+        return pools[rank].submit(_rank, rank, *given)
+    except BrokenProcessPool:  # by an earlier layout
+        pools[rank] = _started()
+        return pools[rank].submit(_rank, rank, *given)
+
+
+def _result(future: Future[RankRun]) -> RankRun:
     try:
         return future.result()
     except BrokenProcessPool:
-        pools[rank] = _started()
         return RankRun(error="the process ended; in a script, is parity called under __main__?")
 
 

@@ -124,7 +124,7 @@ def parity(
         The report: `report.same`, or which parameters differ.
 
     Raises:
-        CollectiveError: This process is in a process group; or the others do not start.
+        CollectiveError: This process is in a process group.
         OptionError: There is no such layout, or an option has no such value; or other processes
             cannot import a function.
         StructureError: `build` makes other weights each time, or a function returns something else.

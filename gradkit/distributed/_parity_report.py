@@ -36,7 +36,7 @@ class ParityDifference:
     why: str
     factor: float | None = None
     relative: float = 1.0
-    ranks: Sequence[int] = ()
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, repr=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import multiprocessing
+import os
 import pickle
 import subprocess
 import sys
@@ -148,6 +149,7 @@ def test_right_layouts_of_one_process_are_equal(step: Callable[..., Any]) -> Non
     )
 
 
+@pytest.mark.slow
 def test_compiled_is_equal() -> None:
     assert parity(programs.build, programs.step, "compiled").same
 
@@ -452,6 +454,25 @@ def test_processes_are_started_and_ended() -> None:
     for process in {*multiprocessing.active_children()} - before:
         process.join(10)
     assert {*multiprocessing.active_children()} <= before
+
+
+SCRIPT = """
+from tests.distributed import parity_programs as programs
+from gradkit.distributed import parity
+print(parity(programs.build, programs.step, ["ddp", "accumulation"]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_script_without_a_guard_is_told(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    root = str(Path(gradkit.__file__).parents[1])
+    command = [sys.executable, str(tmp_path / "script.py")]
+    environment = os.environ | {"PYTHONPATH": root}
+    run = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert "is parity called under __main__?" in run.stdout
+    assert "accumulation against one process: the same" in run.stdout
 
 
 def test_inside_of_a_process_group_it_is_refused(tmp_path: Path) -> None:
