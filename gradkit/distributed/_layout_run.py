@@ -61,9 +61,10 @@ class Layout:
 
     Attributes:
         name: The name that the report shows.
-        wrap: `wrap(module, mesh)` returns what the step is called with. Parameters stay those of
-            the module, as with `fully_shard`, `parallelize_module` and `DistributedDataParallel`;
-            `mesh` is one-dimensional, over all ranks, and None in one process.
+        wrap: Called with the module and a mesh, it returns what the step is called with. Parameters
+            stay those of the module, as with `fully_shard`, `parallelize_module` and
+            `DistributedDataParallel`. The mesh is one-dimensional, over all ranks; None in one
+            process.
         ranks: `"divide"`: each rank computes its parts of the batch, as in data parallelism.
             `"repeat"`: each computes the whole batch, as in tensor parallelism. `"one"`: there is
             one process, that of the call.
@@ -71,7 +72,7 @@ class Layout:
     """
 
     name: str
-    wrap: Callable[[nn.Module, Any], nn.Module] = unwrapped
+    wrap: Callable[[nn.Module, Any], nn.Module] = field(default_factory=lambda: unwrapped)
     ranks: Literal["divide", "repeat", "one"] = "divide"
     micro_batches: int = 1
 

@@ -107,12 +107,12 @@ def parity(
     Args:
         build: Returns the module, with the same weights at each call; torch is seeded before. In
             float64 a factor is beyond doubt.
-        step: `step(module, part)` computes the part of the batch that the `BatchPart` says. It
+        step: Called with the module and a `BatchPart`, it computes that part of the batch. It
             returns the loss, which is divided by `part.micro_batches` and differentiated, or a dict
             of losses, which are added, and of which a missing one is named. Or None: then it has
             called `.backward()` itself, and `.grad` after the last part is compared. Other
             processes import both functions (where all layouts take one process, any will do).
-        layouts: Names and `Layout`s.
+        layouts: Names, and instances of `Layout`.
         world_size: The number of ranks.
         seed: Of the random numbers of `build` and `step`.
         rtol: The largest difference, relative to the norm of a parameter's gradient (or to a
@@ -121,7 +121,7 @@ def parity(
         timeout: Seconds until a collective fails in which a rank is missing.
 
     Returns:
-        The report: `report.same`, or which parameters differ.
+        The report; `report.same` is whether no parameter differs.
 
     Raises:
         CollectiveError: This process is in a process group.
