@@ -31,6 +31,7 @@ from gradkit.errors import (
     CollectiveError,
     OptionError,
     StructureError,
+    UnreachedParamError,
     describe,
     first_line,
     message,
@@ -128,6 +129,7 @@ def parity(
         OptionError: There is no such layout, or an option has no such value; or other processes
             cannot import a function.
         StructureError: `build` makes other weights each time, or a function returns something else.
+        UnreachedParamError: No parameter has a gradient in one process.
 
     Source:
         `torch.nn.parallel.DistributedDataParallel`, `torch.distributed.fsdp.fully_shard`,
@@ -141,6 +143,10 @@ def parity(
     _check_importable(program, in_group)
     with ranks(world_size, timeout) if in_group else contextlib.nullcontext(_alone) as run:
         single = run_parts(program, _SINGLE, _SINGLE.parts())
+        if not single.grads:
+            expected, got = "a step that reaches parameters of the module", "no gradient"
+            fix = "return the loss from step, or call .backward() in it"
+            raise UnreachedParamError(message("parity", expected, got, fix))
         runs = {one.name: (run if one in in_group else _alone)(program, one) for one in chosen}
     compared = _Comparison(program, single, rtol)
     differences = {one.name: compared.of(one, runs[one.name]) for one in chosen}

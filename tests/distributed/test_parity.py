@@ -308,6 +308,11 @@ def test_what_is_no_module_or_loss_is_refused(build: Any, step: Any, text: str) 
         parity(build, step, ALONE)
 
 
+def test_a_step_without_gradients_is_refused() -> None:
+    with pytest.raises(gradkit.UnreachedParamError, match=r"call \.backward\(\) in it"):
+        parity(programs.build, lambda model, part: None, ALONE)
+
+
 def test_weights_that_differ_are_refused() -> None:
     seeds = iter(range(9))
 
