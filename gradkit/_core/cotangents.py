@@ -15,12 +15,19 @@ from gradkit._compat.transforms import (
     is_differentiated_tensor,
 )
 from gradkit._core import pytree
-from gradkit._core.call import Defect, Losses
+from gradkit._core.call import Losses
 from gradkit._core.graph import refuse_lost_history
 from gradkit._core.params import DIFFERENTIABLE
 from gradkit._core.pytree import PyTree
 from gradkit._core.user_code import user_code_may_run
-from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError, describe, message
+from gradkit.errors import (
+    GradkitError,
+    LeafTypeError,
+    StructureError,
+    UnsupportedGraphError,
+    describe,
+    message,
+)
 
 
 def read_cotangents(
@@ -59,7 +66,9 @@ def _given(leaves: list[Any]) -> list[int]:
     return [index for index, leaf in enumerate(leaves) if leaf is not None]
 
 
-def _defect(cotangent: object, output: Tensor, create_graph: bool) -> Defect | None:
+def _defect(
+    cotangent: object, output: Tensor, create_graph: bool
+) -> tuple[type[GradkitError], str, str] | None:
     """Return why this is no cotangent of an output, or None if it is one."""
     if not isinstance(cotangent, Tensor):
         fix = "torch.ones_like(output), or another tensor like it; None leaves the output out"

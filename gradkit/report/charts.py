@@ -8,7 +8,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from gradkit.report.tables import folded, import_extra, plural
+from gradkit._core.tables import folded, import_extra, plural
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

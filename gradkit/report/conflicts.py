@@ -15,9 +15,9 @@ from gradkit._core import pytree
 from gradkit._core.call import check_option
 from gradkit._core.leaf_arithmetic import products, real_vector, symmetrized, with_zeros
 from gradkit._core.pytree import PyTree
+from gradkit._core.tables import Block, Report, Table, listed, plural, styled
 from gradkit.errors import LeafTypeError, StructureError, message
 from gradkit.report.charts import cosine_text, draw_cosines, draw_history, mean
-from gradkit.report.tables import Block, Report, Table, listed, plural, styled
 from gradkit.tree._per_loss import PerLossRows, read_per_loss_rows
 
 if TYPE_CHECKING:

@@ -30,10 +30,10 @@ from gradkit._core.graph import (
 from gradkit._core.ownership import PLAIN_TYPES, leave_inference_mode
 from gradkit._core.params import Params, read_params, refuse_distributed
 from gradkit._core.pytree import PyTree
+from gradkit._core.tables import Block, Report, Table, folded, listed, plural, styled
 from gradkit._core.user_code import captured_by
 from gradkit.errors import UnsupportedGraphError, describe
 from gradkit.report.charts import draw
-from gradkit.report.tables import Block, Report, Table, folded, listed, plural, styled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

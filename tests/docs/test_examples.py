@@ -47,6 +47,7 @@ deq = load_example("deq_digits")
 hyperparams = load_example("learn_hyperparams")
 ddp = load_example("multitask_ddp")
 shards = load_example("meta_sharded")
+planted = load_example("parity")
 
 
 def smoke(device: torch.device, folder: Path) -> int:
@@ -870,3 +871,21 @@ def test_each_claim_about_eight_losses_can_fail(device: torch.device) -> None:
         {"digit": [1.0] * 40 + [2.0] * 40}, {"streamed": 500.0, "sets": 50.0}, float("nan")
     )
     assert len(eight.failed_checks(wrong, eight.FULL)) == 4
+
+
+# --- parity --------------------------------------------------------------------------------------
+
+
+def test_bugs_of_one_process_are_named_and_mended(device: torch.device) -> None:
+    checks = planted.checks()[:3]
+    for check in checks:
+        report = gradkit.distributed.parity(planted.build, check.step, check.layouts)
+        assert planted.kinds(report) == check.kinds, report
+    assert sum(bool(check.bug) for check in checks) == 2
+
+
+@pytest.mark.slow
+def test_all_planted_bugs_are_named(device: torch.device) -> None:
+    done = run_script(EXAMPLES / "parity.py")
+    assert done.returncode == 0, done.stderr
+    assert "three bugs found and named" in done.stdout

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 import gradkit
 from gradkit._core.graph import nodes_below
+from gradkit._core.tables import folded
 from gradkit.report import Explanation, explain
-from gradkit.report.tables import folded
 from tests.helpers import Halve, unchanged
 from tests.strategies import Program, build, programs
 
