@@ -220,18 +220,6 @@ def groups_of_mesh(mesh: Any) -> tuple[Any, ...]:
     return tuple(mesh.get_all_groups())
 
 
-def group_of_all(count: int) -> tuple[Any, ...]:
-    """Return the group of all ranks if these are so many, else none."""
-    world = dist.group.WORLD
-    return (world,) if world is not None and world.size() == count else ()
-
-
-def is_copy(leaf: Any, coordinate: Iterable[int]) -> bool:
-    """Return whether an earlier rank of the mesh has the same part of `whole_sums` of a DTensor."""
-    pairs = zip(coordinate, leaf.placements, strict=True)
-    return any(at > 0 and (p.is_replicate() or p.is_partial()) for at, p in pairs)
-
-
 def whole_sums(leaf: Any) -> Tensor:
     """Return a DTensor that is yet to be summed over ranks as the sum; any other tensor as is."""
     if not is_dtensor(leaf) or not any(p.is_partial() for p in leaf.placements):
@@ -275,16 +263,6 @@ def are_aligned(a: Any, b: Any) -> bool:
     if not is_dtensor(a) or not is_dtensor(b) or a.shape != b.shape:
         return False
     return sharding(a) == sharding(b) and not any(p.is_partial() for p in a.placements)
-
-
-def sum_over_shards(part: Tensor, sharded_as: Any) -> Tensor:
-    """Return the sum of what ranks have computed from their parts; a collective of them."""
-    # Sharded as the `sharding` of the DTensors says. Ranks with the same part count once.
-    from torch.distributed.tensor import DTensor, Partial, Replicate
-
-    mesh, placements = sharded_as
-    summed = [Replicate() if p.is_replicate() else Partial() for p in placements]
-    return DTensor.from_local(part, mesh, summed, run_check=False).full_tensor()
 
 
 def sharded_like(leaf: Tensor, like: Any) -> Tensor:

@@ -19,6 +19,7 @@ from gradkit._compat.distributed import (
     is_dtensor,
     local_part,
     sharded_like,
+    sharding,
 )
 from gradkit._compat.undoing import INSIDE
 from gradkit.errors import LeafTypeError, first_line, message
@@ -95,7 +96,7 @@ def dot_leaves(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     if are_aligned(a, b):  # the graph would keep both whole tensors
         from gradkit._core.shard_sum import Shards, shard_sum
 
-        return shard_sum(_dot(local_part(a), local_part(b))[None], Shards([a]))
+        return shard_sum(_dot(local_part(a), local_part(b))[None], Shards([sharding(a)]))
     return _dot(a, b)
 
 

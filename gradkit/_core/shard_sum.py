@@ -5,7 +5,7 @@ Apart, and imported where there are shards: each Function that is defined costs 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import reduce
 from typing import Any
 from zlib import crc32
@@ -16,123 +16,95 @@ from torch import Tensor
 from torch.autograd import Function
 
 from gradkit._compat.distributed import (
-    group_of_all,
     groups_of_mesh,
-    is_copy,
+    has_rank,
     local_part,
-    mesh_of,
-    placement,
     ranks_of,
     root_mesh,
+    sharding,
     whole_sums,
 )
-from gradkit.errors import LeafTypeError, StructureError, message
+from gradkit._core.leaf_arithmetic import norms_of_rows
+from gradkit.errors import StructureError, message
 
 _SUM = dist.ReduceOp.SUM
 
 
 class Shards:
-    """Over which ranks the parts of tensors are put together, so that each entry counts once.
+    """How the parts of tensors on the ranks add up, each entry once: by the tensors' `sharding`s.
 
-    Attributes:
-        groups: For each tensor the process groups, one after the other; none for a plain tensor.
-        counts: Whether this rank's part counts: that of one of the ranks which have the same.
-        surrounded: A checksum of the meshes with only some of the ranks of another one; or 0.
+    The parts of a DTensor add up over its mesh; those of a slice over the slice, as other slices of
+    its mesh have copies. Beside one of all ranks, those of a mesh of some add up over all ranks.
     """
 
-    def __init__(self, leaves: Sequence[Any]) -> None:
-        meshes = dict.fromkeys(leaf for leaf in map(mesh_of, leaves) if leaf is not None)
-        roots = {mesh: root_mesh(mesh) for mesh in meshes}
+    def __init__(self, shardings: Iterable[Any]) -> None:
+        shardings = [*shardings]
+        roots = {of[0]: root_mesh(of[0]) for of in shardings if of is not None}
         several = len(set(roots.values())) > 1
         ranks = {mesh: ranks_of(root) if several else () for mesh, root in roots.items()}
         every = tuple(sorted(set().union(*ranks.values())))
-        outer = group_of_all(len(every))
-        self.groups: list[tuple[Any, ...]] = []
-        self.counts: list[bool] = []
-        for leaf in leaves:
-            mesh: Any = mesh_of(leaf)
-            if mesh is None:
-                self.groups.append(())
-                self.counts.append(True)
-                continue
-            inside = ranks[mesh] != every
-            own = mesh.get_coordinate()
-            if not outer if inside else own is None:
-                _refuse_foreign(leaf)
-            # All slices of a mesh have copies: the one with its first rank counts.
-            is_first = not inside or ranks[mesh][0] in ranks_of(mesh)
-            self.groups.append(outer if inside else groups_of_mesh(mesh))
-            self.counts.append(own is not None and is_first and not is_copy(leaf, own))
-        of_some = sorted({ranks[mesh] for mesh in meshes if ranks[mesh] != every})
-        self.surrounded = 1 + (crc32(repr(of_some).encode()) & 0xFFFFF) if of_some else 0
-
-    def total(self, parts: Tensor) -> Tensor:
-        """Return the sum of numbers, one for each tensor, over tensors and ranks."""
-        # Over tensors first: a rank may leave out a tensor of which it has no part.
-        sums = [self._all_reduced(rows.sum(), of) for of, (_, rows) in self._grouped(parts).items()]
-        return reduce(torch.add, sums).to(parts.dtype)
-
-    def each(self, rows: Tensor, op: Any = _SUM) -> Tensor:
-        """Return the sums, or another `op`, of a row of numbers for each tensor, over the ranks."""
-        result = list(rows)
-        for groups, (indices, own) in self._grouped(rows).items():
-            for index, row in zip(indices, self._all_reduced(own, groups, op), strict=True):
-                result[index] = row
-        return torch.stack(result)
-
-    def _grouped(self, rows: Tensor) -> dict[tuple[Any, ...], tuple[list[int], Tensor]]:
-        """Return by group the indices of tensors, and their rows: zero where others count."""
-        indices: dict[tuple[Any, ...], list[int]] = {}
-        for index, groups in enumerate(self.groups):
-            indices.setdefault(groups, []).append(index)
-        counted = [
-            row if counts else torch.zeros_like(row)
-            for row, counts in zip(rows, self.counts, strict=True)
+        inner = {mesh for mesh in roots if ranks[mesh] != every}
+        for mesh, root in roots.items():
+            are_all = len(every) == dist.get_world_size() and mesh is root
+            if not (are_all if mesh in inner else has_rank(mesh)):
+                seen = f"seen from rank {dist.get_rank()}, with none over all ranks beside it"
+                _refuse(f"one over the ranks {[*ranks_of(mesh)]}, {seen}", _ON_THESE)
+        all_ranks = (dist.group.WORLD,)
+        self._groups: list[Any] = [
+            () if of is None else all_ranks if of[0] in inner else groups_of_mesh(of[0])
+            for of in shardings
         ]
-        return {of: (some, torch.stack([counted[i] for i in some])) for of, some in indices.items()}
+        self.count = len(shardings)
+        self._counts = [of is None or _counts(*of) for of in shardings]
+        meshes = sorted(ranks[mesh] for mesh in inner)
+        self._mark = 1 + (crc32(repr(meshes).encode()) & 0xFFFFF) if inner else 0
 
-    def _all_reduced(self, values: Tensor, groups: tuple[Any, ...], op: Any = _SUM) -> Tensor:
-        """Return numbers put together over the ranks of groups, in float64: a collective of all."""
-        if not groups:
-            return values.double()
-        mark = self.surrounded
-        marks = [values.new_full((1,), x, dtype=torch.float64) for x in (bool(mark), mark, mark**2)]
-        flat = torch.cat([values.double().reshape(-1), *marks])
-        for group in groups:
-            dist.all_reduce(flat, op, group=group)
-        if mark and op == _SUM:
-            count, total, squares = flat[-3:].tolist()
-            if count * squares != total**2:  # the marks of the ranks that have one are not equal
-                _refuse_unlike()
-        return flat[:-3].reshape(values.shape)
+    def combined(self, rows: Tensor, op: Any = _SUM, *, pooled: bool = False) -> Tensor:
+        """Return sums, or another `op`, over the ranks of a row of numbers for each tensor.
+
+        `pooled`: of all tensors of a mesh together; a rank without a part may leave a tensor out.
+        """
+        rows = rows.double()
+        result: dict[int, Tensor] = {}
+        for groups in dict.fromkeys(self._groups):
+            indices = [index for index, of in enumerate(self._groups) if of == groups]
+            counted = (rows[i] if self._counts[i] else torch.zeros_like(rows[i]) for i in indices)
+            own = torch.stack([*counted])
+            own = own.sum(0, keepdim=True) if pooled else own
+            marks = (rows.new_full((1,), self._mark**power) for power in (1, 2))
+            flat = torch.cat([own.reshape(-1), rows.new_full((1,), self._mark > 0), *marks])
+            for group in groups:
+                dist.all_reduce(flat, op, group=group)
+            if self._mark and groups and op == _SUM:
+                count, total, squares = flat[-3:].tolist()
+                if count * squares != total**2:  # the ranks that have such meshes have others
+                    _refuse("one over these ranks, another one over others: copies or not", _ON_ALL)
+            result.update(zip(indices, flat[:-3].reshape(own.shape), strict=not pooled))
+        return torch.stack([result[index] for index in sorted(result)])
 
 
-def _refuse_foreign(leaf: Any) -> None:
-    expected = "DTensors of meshes that this rank is in, or beside one whose mesh has all the ranks"
-    fix = "make the call on the ranks of the mesh; or slice all meshes from one init_device_mesh"
-    raise LeafTypeError(message("a leaf", expected, placement(leaf), fix))
-
-
-def _refuse_unlike() -> None:
-    expected = "on every rank the DTensors of the same meshes, as each entry counts once"
-    got = "other meshes on other ranks, which may be copies or not"
-    fix = (
-        "slice the meshes of copies from one init_device_mesh; of tensors that are no copies, give "
-        "every rank the DTensors of all meshes"
+def _counts(mesh: Any, placements: Sequence[Any]) -> bool:
+    """Return whether this rank's part is one that counts: the first of those that are the same."""
+    own = mesh.get_coordinate()
+    return own is not None and not any(
+        at > 0 and (p.is_replicate() or p.is_partial())  # whose sum all have, when it counts
+        for at, p in zip(own, placements, strict=True)
     )
-    raise StructureError(message("tree", expected, got, fix))
+
+
+_ON_THESE = "make the call on these ranks alone, or slice all meshes from one init_device_mesh"
+_ON_ALL = "give each rank the DTensors of both; or slice the meshes of copies from one"
+
+
+def _refuse(got: str, fix: str) -> None:
+    raise StructureError(message("tree", "DTensors of which each entry can count once", got, fix))
 
 
 def norm_over_shards(leaves: Sequence[Tensor]) -> Tensor:
     """Return the norm of tensors, each entry counted once, differentiable to any order."""
-    shards = Shards(leaves)
-    halves = (torch.float16, torch.bfloat16)
-    norms = [
-        torch.linalg.vector_norm(x, dtype=torch.float32 if x.dtype in halves else None)
-        for x in (local_part(whole_sums(leaf)) for leaf in leaves)
-    ]
-    device = norms[0].device
-    squares = torch.stack([norm.to(device, torch.float64).square() for norm in norms])
+    shards = Shards(map(sharding, leaves))
+    norms = [norms_of_rows(local_part(whole_sums(leaf))[None]) for leaf in leaves]
+    squares = torch.cat([norm.to(norms[0].device, torch.float64).square() for norm in norms])
     total = shard_sum(squares, shards)
     is_zero = total == 0  # where the square root has no derivative
     norm = torch.where(is_zero, total, torch.where(is_zero, 1.0, total).sqrt())
@@ -142,7 +114,7 @@ def norm_over_shards(leaves: Sequence[Tensor]) -> Tensor:
 def shard_sum(parts: Tensor, shards: Shards) -> Tensor:
     """Return the sum of what ranks have computed from their parts of tensors, differentiable."""
     if not parts.requires_grad:
-        return shards.total(parts)
+        return shards.combined(parts, pooled=True).sum(0).to(parts.dtype)
     return _AcrossShards.apply(parts, shards, True)  # type: ignore[no-untyped-call,no-any-return]
 
 
@@ -154,8 +126,8 @@ class _AcrossShards(Function):
     @staticmethod
     def forward(value: Tensor, shards: Shards, summed: bool) -> Tensor:
         if not summed:
-            return value.expand(len(shards.counts)).clone()
-        return shards.total(value.detach())
+            return value.expand(shards.count).clone()
+        return shard_sum(value.detach(), shards)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:

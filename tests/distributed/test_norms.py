@@ -41,7 +41,9 @@ def divided(whole: Tensor, mesh: Any, placements: list[Any]) -> Any:
     coordinate = mesh.get_coordinate()
     if coordinate is None or kept == placements:
         return result
-    shares = [(0.25, 0.75)[at] for at, p in zip(coordinate, placements, strict=True) if p.is_partial()]
+    shares = [
+        (0.25, 0.75)[at] for at, p in zip(coordinate, placements, strict=True) if p.is_partial()
+    ]
     local = result.to_local()
     for share in shares:
         local = local * share
@@ -73,7 +75,9 @@ def case(seed: int, meshes: dict[str, Any], device: torch.device) -> tuple[list[
         leaves.append(leaf)
     if any(isinstance(x, DTensor) and x.device_mesh == meshes["some"] for x in leaves):
         whole.append(x := torch.ones(3, dtype=torch.float64, device=device))
-        leaves.append(distribute_tensor(x, meshes["line"], [Shard(0)]))  # a mesh of all ranks beside
+        leaves.append(
+            distribute_tensor(x, meshes["line"], [Shard(0)])
+        )  # a mesh of all ranks beside
     return whole, leaves
 
 
