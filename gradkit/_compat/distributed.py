@@ -183,6 +183,46 @@ def mesh_of(leaf: Any) -> object:
     return leaf.device_mesh if is_dtensor(leaf) else None
 
 
+def torch_has_norm(leaves: Iterable[Any]) -> bool:
+    """Return whether torch's norm is right: of plain tensors, or those of a line with this rank."""
+    # It mixes no meshes, may round otherwise on each rank of a grid, and is 0 outside of the mesh.
+    meshes: set[Any] = set(map(mesh_of, leaves))
+    return len(meshes) < 2 and all(m is None or (m.ndim == 1 and has_rank(m)) for m in meshes)
+
+
+def has_rank(mesh: Any) -> bool:
+    """Return whether this rank is in the mesh of a DTensor; of any other tensor, None, it is."""
+    return mesh is None or mesh.get_coordinate() is not None
+
+
+def root_mesh(mesh: Any) -> Any:
+    """Return the mesh that this one is a slice of; itself if it is none."""
+    return getattr(mesh, "_root_mesh", None) or mesh
+
+
+def ranks_of(mesh: Any) -> tuple[int, ...]:
+    """Return the ranks of a mesh, sorted."""
+    return tuple(sorted(mesh.mesh.flatten().tolist()))
+
+
+def groups_of_mesh(mesh: Any) -> tuple[Any, ...]:
+    """Return the groups to reduce over, one after the other, to reduce over all of a mesh."""
+    world: Any = dist.group.WORLD
+    if mesh.size() == world.size() and torch.device(mesh.device_type) in world._device_types:
+        return (world,)
+    return tuple(mesh.get_all_groups())
+
+
+def whole_sums(leaf: Any) -> Tensor:
+    """Return a DTensor that is yet to be summed over ranks as the sum; any other tensor as is."""
+    if not is_dtensor(leaf) or not any(p.is_partial() for p in leaf.placements):
+        return cast("Tensor", leaf)
+    from torch.distributed.tensor import Replicate
+
+    summed = [Replicate() if p.is_partial() else p for p in leaf.placements]
+    return cast("Tensor", leaf.redistribute(placements=summed))
+
+
 def full_tensor(leaf: Any) -> Tensor:
     """Return the whole tensor of a DTensor, which is a collective; any other tensor as it is."""
     # To `item()` and `bool()`, a DTensor that is still to be summed over its ranks is this rank's
@@ -216,16 +256,6 @@ def are_aligned(a: Any, b: Any) -> bool:
     if not is_dtensor(a) or not is_dtensor(b) or a.shape != b.shape:
         return False
     return sharding(a) == sharding(b) and not any(p.is_partial() for p in a.placements)
-
-
-def sum_over_shards(part: Tensor, sharded_as: Any) -> Tensor:
-    """Return the sum of what ranks have computed from their parts; a collective of them."""
-    # Sharded as the `sharding` of the DTensors says. Ranks with the same part count once.
-    from torch.distributed.tensor import DTensor, Partial, Replicate
-
-    mesh, placements = sharded_as
-    summed = [Replicate() if p.is_replicate() else Partial() for p in placements]
-    return DTensor.from_local(part, mesh, summed, run_check=False).full_tensor()
 
 
 def sharded_like(leaf: Tensor, like: Any) -> Tensor:

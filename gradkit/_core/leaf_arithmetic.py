@@ -94,9 +94,9 @@ def dot_leaves(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     if a is None or b is None:
         return None
     if are_aligned(a, b):  # the graph would keep both whole tensors
-        from gradkit._core.shard_sum import shard_sum
+        from gradkit._core.shard_sum import Shards, shard_sum
 
-        return shard_sum(_dot(local_part(a), local_part(b)), sharding(a))
+        return shard_sum(_dot(local_part(a), local_part(b))[None], Shards([sharding(a)]))
     return _dot(a, b)
 
 

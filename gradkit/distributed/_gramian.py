@@ -280,10 +280,11 @@ def sequential(
             for row, grads in enumerate(block, start):
                 _add_products(products, (row, column), grads, result.grads[column])
     rows.require_reached()
-    total = rows.zeros(count, count)
-    for sharding, part in products.items():  # one collective for each
-        total += part if sharding is None else distributed.sum_over_shards(part, sharding)
-    return symmetrized(total)
+    from gradkit._core.shard_sum import Shards
+
+    parts = torch.stack([rows.zeros(count, count), *products.values()])
+    total = Shards([None, *products]).combined(parts, pooled=True).sum(0)
+    return symmetrized(total.to(parts.dtype))
 
 
 def _run_rows(

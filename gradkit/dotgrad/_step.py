@@ -16,7 +16,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from gradkit._compat.distributed import mesh_of
+from gradkit._compat.distributed import full_tensor, torch_has_norm
 from gradkit._compat.dynamo import disable_compile
 from gradkit._compat.modules import is_step_of_class, is_unscaled, scaler_put_back_on_error
 from gradkit._compat.undoing import INSIDE
@@ -190,16 +190,13 @@ def take_steps(
 
 def _clip(params: list[Tensor], max_norm: float | Tensor) -> Tensor:
     """Clip the gradients of the params, and return their norm before."""
-    try:
-        return clip_grad_norm_(params, max_norm)  # type: ignore[arg-type]
-    except RuntimeError:  # before anything was written
-        present = [param for param in params if param.grad is not None]
-        if len({mesh_of(param.grad) for param in present}) < 2:
-            raise
-        # torch does not mix DTensors of two meshes, or with other tensors.
-        clipped, norm = clip_by_global_norm([param.grad for param in present], max_norm)
-        set_grads(present, clipped)
-        return norm
+    present = [param for param in params if param.grad is not None]
+    grads = [param.grad for param in present]
+    if torch_has_norm(grads):
+        return full_tensor(clip_grad_norm_(present, max_norm))  # type: ignore[arg-type]
+    clipped, norm = clip_by_global_norm(grads, max_norm)
+    set_grads(present, clipped)
+    return norm
 
 
 def _step_without_copies(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeGuard, cast
 import torch
 from torch import Tensor
 
-from gradkit._compat.distributed import is_dtensor, sharded_like
+from gradkit._compat.distributed import has_rank, is_dtensor, sharded_like
 from gradkit._compat.transforms import in_dual_level, transforms
 from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
@@ -264,12 +264,13 @@ def scale(tree: PyTree, factor: float | Tensor) -> PyTree:
 def scale_leaves(leaves: Sequence[Leaf], factor: float | Tensor) -> list[Leaf]:
     """Return every leaf times a factor, in the leaf's dtype."""
     scaled = list(leaves)
-    for (device, dtype, layout, *_), indices in group_alike(leaves).items():
+    for (device, dtype, layout, _, mesh), indices in group_alike(leaves).items():
         by = factor.reshape(()).to(device) if isinstance(factor, Tensor) else factor
         group = cast("list[Tensor]", [leaves[index] for index in indices])
-        # foreach has no rule for vmap, and fails at the gradient with respect to a tensor factor.
+        # foreach has no rule for vmap, and fails at the gradient with respect to a tensor factor;
+        # on a rank outside of the mesh, torch gives other placements.
         learned = isinstance(by, Tensor) and by.requires_grad
-        together = layout == torch.strided and not transforms() and not learned
+        together = layout == torch.strided and not transforms() and not learned and has_rank(mesh)
         products = torch._foreach_mul(group, by) if together else [leaf * by for leaf in group]
         for index, product in zip(indices, products, strict=True):
             scaled[index] = product if product.dtype == dtype else product.to(dtype)

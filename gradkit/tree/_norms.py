@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from gradkit._compat.distributed import full_tensor, mesh_of
+from gradkit._compat.distributed import full_tensor, is_dtensor, torch_has_norm
 from gradkit._compat.transforms import in_dual_level, transforms
 from gradkit._core import pytree
 from gradkit._core.call import check_bool, check_number
@@ -119,12 +119,15 @@ def _checked_norm(dense: list[Tensor], norm: Callable[[list[Tensor]], Tensor]) -
 
 
 def _norm(dense: list[Tensor]) -> Tensor:
-    # get_total_norm runs under no_grad, which would make the norm a constant; and it does not mix
-    # DTensors of two meshes, or with other tensors.
-    mixed = len(set(map(mesh_of, dense))) > 1
-    is_constant = not (transforms() or in_dual_level() or any(x.requires_grad for x in dense))
-    if is_constant and not mixed:
+    # get_total_norm runs under no_grad, which would make the norm a constant.
+    is_transformed = transforms() or in_dual_level()
+    is_constant = not is_transformed and not any(x.requires_grad for x in dense)
+    if is_constant and torch_has_norm(dense):
         return full_tensor(torch.nn.utils.get_total_norm(dense))
+    if any(map(is_dtensor, dense)) and not is_transformed:
+        from gradkit._core.shard_sum import norm_over_shards
+
+        return norm_over_shards(dense)
     norms = [full_tensor(torch.linalg.vector_norm(leaf)).to(dense[0].device) for leaf in dense]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return norm
