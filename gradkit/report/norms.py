@@ -18,8 +18,8 @@ from gradkit._core import pytree
 from gradkit._core.leaf_arithmetic import norms_of_rows, stored_values, to_common_dtype
 from gradkit._core.params import DIFFERENTIABLE
 from gradkit._core.pytree import PyTree
+from gradkit._core.tables import Block, Report, Table, plural, styled
 from gradkit.errors import LeafTypeError, OptionError, describe, message
-from gradkit.report.tables import Block, Report, Table, plural, styled
 from gradkit.tree._arithmetic import aligned_leaves
 
 _Numbers: TypeAlias = tuple[float, ...]

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.debug import CommDebugMode
 
 import gradkit
 from gradkit import tree
 from gradkit._compat.distributed import whole_sums
-from tests.helpers import of_dtensors
 from tests.processes import Ranks
 
 CASES = 60
@@ -53,7 +49,7 @@ def divided(whole: Tensor, mesh: Any, placements: list[Any]) -> Any:
 
 def entries(leaf: Any) -> Tensor:
     """Return the whole of a leaf."""
-    return leaf.detach().full_tensor() if isinstance(leaf, DTensor) else leaf.detach()
+    return leaf.detach().full_tensor() if isinstance(leaf, DTensor) else leaf.detach()  # type: ignore[attr-defined]
 
 
 def case(seed: int, meshes: dict[str, Any], device: torch.device) -> tuple[list[Tensor], list[Any]]:
