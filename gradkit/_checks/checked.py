@@ -163,9 +163,6 @@ class SavedValue:
             self.differs = bool(gap > _ROUNDING * self._eps * first[1].abs())
         return not self.differs
 
-    def __hash__(self) -> int:
-        return id(self)
-
     def __repr__(self) -> str:
         return f"{self._metadata}{' of other values' if self.differs else ''}"
 

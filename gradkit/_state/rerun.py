@@ -248,13 +248,7 @@ class _StorageWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known: set[int] = set()  # storages that need no copy
 
     @leave_uncompiled
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if operator_schema(func) is None:
             got = f"torch.{func}, which runs functions whose operations torch does not show"

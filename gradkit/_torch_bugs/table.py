@@ -63,8 +63,6 @@ class OpCall:
         return replace(self, stack=(EAGER, *self.stack), outer=(EAGER, *self.outer))
 
 
-# Of a call, and the transforms of a row, whether that call is concerned.
-Condition: TypeAlias = Callable[[OpCall, Stack], bool]
 # Of a node, whether its pass has a graph, and whether torch then decomposes matrices: what an error
 # says came if torch is wrong for the values that the node has saved.
 Reader: TypeAlias = Callable[[Node, bool, bool], str | None]
@@ -81,7 +79,8 @@ class Defect:
     issues: str = ""  # their numbers on torch's tracker; none if it is not reported
     fix: str = ""  # what an error says to write in its place
     formula: Callable[..., Any] | None = None  # what runs in its place, given the operation first
-    when: Condition = lambda call, stack: True  # which calls are concerned
+    # Which calls are concerned, by the transforms of a row.
+    when: Callable[[OpCall, Stack], bool] = lambda call, stack: True
     # The transforms under which it is wrong where the sweep does not look: it tries operations that
     # have derivatives, at generic points.
     also: tuple[Stack, ...] = ()
