@@ -81,8 +81,9 @@ class Recorders:
         # gives its tensor others.
         self._by_arrival: dict[tuple[Node, int], GradRecorder] = {}
 
-    def of(self, tensor: Tensor, where: Callable[[], str]) -> GradRecorder:
-        """Return the recorder of the value that a tensor has now."""
+    def of(self, value: object, where: Callable[[], str]) -> GradRecorder:
+        """Return the recorder of the value that a tensor has now; raise if it has no graph."""
+        tensor = _require_graph(value, where)
         graph.refuse_lost_history([tensor], lambda _: where())
         edge = graph.edge(tensor)
         arrival = edge.node, edge.output_nr
@@ -124,7 +125,7 @@ def refuse_transforms(tensor: Tensor, where: Callable[[], str]) -> None:
         raise UnsupportedGraphError(message(where(), expected, got, fix))
 
 
-def require_graph(tensor: object, where: Callable[[], str]) -> Tensor:
+def _require_graph(tensor: object, where: Callable[[], str]) -> Tensor:
     """Return what is a tensor whose gradients can be recorded; raise if it is none."""
     if not isinstance(tensor, Tensor):
         do = "pass tensors; for the outputs of a module, safe_retain(model, ['name'])"
