@@ -31,7 +31,7 @@ class GradRecorder:
         self._version = tensor._version
         self._thread = calling_thread()
         # The hook stays on the node of this version when the tensor is changed in place [L1].
-        self._handle = user_code.register_own_hook(tensor, self._record)
+        self.handle = user_code.register_own_hook(tensor, self._record)
 
     def _record(self, grad: Tensor | None) -> None:
         if calling_thread() != self._thread:
@@ -60,10 +60,6 @@ class GradRecorder:
             raise UnsupportedGraphError(message(where, *_REBUILT, fix))
         if self._passed_unseen:
             raise UnsupportedGraphError(message(self._where(), *compiled_together("the losses")))
-
-    def remove(self) -> None:
-        """Record no more."""
-        self._handle.remove()
 
 
 _REBUILT = (
@@ -113,7 +109,7 @@ class Recorders:
     def remove(self) -> None:
         """Record no more."""
         for recorder in self._by_arrival.values():
-            recorder.remove()
+            recorder.handle.remove()
 
 
 def refuse_transforms(tensor: Tensor, where: Callable[[], str]) -> None:
