@@ -15,8 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from gradkit._core.devices import available_devices
-from gradkit._doctor.report import doctor_report
+from gradkit._doctor.report import available_devices, doctor_report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -17,13 +17,7 @@ from gradkit._compat.transforms import default_hooks
 from gradkit._compat.undoing import undo_stack, undone
 from gradkit._core import pytree
 from gradkit._core.call import check_bool
-from gradkit._core.grad_recorder import (
-    GradRecorder,
-    Recorders,
-    observing,
-    refuse_transforms,
-    require_graph,
-)
+from gradkit._core.grad_recorder import GradRecorder, Recorders, observing, refuse_transforms
 from gradkit._core.leaf_arithmetic import add_leaves
 from gradkit._core.modules import choose_modules, inside_compiled, watching_runs
 from gradkit._core.pytree import PyTree
@@ -203,11 +197,8 @@ def _watch_tensors(retained: RetainedGrads, tensors: PyTree) -> None:
     leaves, spec = pytree.flatten(tensors)
     if not leaves:
         raise StructureError(message("tensors", "at least one tensor", "none", "safe_retain(h)"))
-    kept = _KeptTree(leaves, spec, [])
-    for index, leaf in enumerate(leaves):
-        where = partial(pytree.path, spec, index, "tensors")
-        tensor = require_graph(leaf, where)
-        kept.recorders.append(retained._recorders.of(tensor, where))
+    paths = (partial(pytree.path, spec, index, "tensors") for index in range(len(leaves)))
+    kept = _KeptTree(leaves, spec, list(map(retained._recorders.of, leaves, paths)))
     retained._collect = lambda read, _: read(kept)
 
 
@@ -304,7 +295,7 @@ def _recorder_of_runs(
         for index, leaf in enumerate(leaves):
             where = partial(pytree.path, spec, index, f"the {role} of {name!r}")
             if id(leaf) in with_graph or is_required:
-                recorders.append(retained._recorders.of(require_graph(leaf, where), where))
+                recorders.append(retained._recorders.of(leaf, where))
             else:
                 if isinstance(leaf, Tensor):
                     refuse_transforms(leaf, where)

@@ -26,16 +26,10 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from gradkit._compat import checkpoints
+from gradkit._compat import checkpoints, transforms
 from gradkit._compat.checkpoints import Frame
 from gradkit._compat.distributed import local_tensor
 from gradkit._compat.nodes import IN_EVAL_MODE, kind_of_node, packed_tensors
-from gradkit._compat.transforms import (
-    default_hooks,
-    function_modes,
-    remove_function_mode,
-    slip_under_modes,
-)
 from gradkit._compat.undoing import INSIDE, undo_stack, undone
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.user_code import captured_by, register_own_hooks
@@ -56,8 +50,8 @@ class CheckedForward(ForwardMonitor):
         # At the bottom: with a mode of the user's that begins before the block and ends inside, the
         # top of the stack is taken off, whatever stands there.
         self._open.add(block)
-        if self not in function_modes():
-            slip_under_modes(self)
+        if self not in transforms.function_modes():
+            transforms.slip_under_modes(self)
         self._blocks = len(self._open)
 
     def leave_block(self, block: object) -> None:
@@ -65,12 +59,12 @@ class CheckedForward(ForwardMonitor):
         self._open.discard(block)
         self._blocks = len(self._open)
         if not self._blocks:
-            remove_function_mode(self)
+            transforms.remove_function_mode(self)
 
 
 def _checked_forward() -> CheckedForward:
     """Return the monitor of this thread, or a new one."""
-    mine = (mode for mode in function_modes() if isinstance(mode, CheckedForward))
+    mine = (mode for mode in transforms.function_modes() if isinstance(mode, CheckedForward))
     return next(mine, None) or CheckedForward()
 
 
@@ -163,9 +157,6 @@ class SavedValue:
             self.differs = bool(gap > _ROUNDING * self._eps * first[1].abs())
         return not self.differs
 
-    def __hash__(self) -> int:
-        return id(self)
-
     def __repr__(self) -> str:
         return f"{self._metadata}{' of other values' if self.differs else ''}"
 
@@ -233,7 +224,7 @@ def _state(tensor: Tensor) -> tuple[int, bool]:
 
 def _value(check: Callable[[Tensor], Any], tensor: Tensor) -> SavedValue:
     """Return what torch compares of a tensor by itself, and its fingerprint."""
-    frame = checkpoints.frame_of((default_hooks() or (None, None))[1])
+    frame = checkpoints.frame_of((transforms.default_hooks() or (None, None))[1])
     begins = frame is not None and not (frame.x_metadatas or frame.forward_completed)
     return SavedValue(check(tensor), tensor, ForwardState(frame) if begins else None)
 

@@ -94,7 +94,7 @@ def refuse_freed(call: Call, *, thorough: bool | None = None) -> None:
     # take as long as a small pass.
     if thorough is None:
         thorough = len(call.passes) > 1
-    if thorough and not _any_freed(call):
+    if thorough and not any_released(call.whole.nodes, names_by_kind(call.whole.kinds)):
         return
     for group, params in call.passes:
         for index in group:
@@ -125,18 +125,6 @@ DONATED = (
     "set torch._functorch.config.donated_buffer = False before the model is compiled; "
     "torch._dynamo.reset() forgets what is compiled already",
 )
-
-
-def _any_freed(call: Call) -> bool:
-    """Return whether a pass would execute a freed node, looking once at passes for one params."""
-    below = call.whole
-    if not any_released(below.nodes, names_by_kind(below.kinds)):
-        return False
-    groups: dict[int, tuple[Params, list[int]]] = {}
-    for group, params in call.passes:
-        groups.setdefault(id(params), (params, []))[1].extend(group)
-    views = [(call.graph.below(group), params) for params, group in groups.values()]
-    return any(_executes_freed(below, params) for below, params in views)
 
 
 def _executes_freed(below: Subgraph, params: Params) -> bool:

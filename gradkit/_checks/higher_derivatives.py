@@ -14,30 +14,17 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from gradkit._checks.checked import is_checked
+from gradkit._compat import transforms
 from gradkit._compat.autograd import current_pass, forward_class, sequence_number
 from gradkit._compat.distributed import is_dtensor
 from gradkit._compat.dynamo import COMPILED
 from gradkit._compat.nodes import DRAW_AFTER_SAVING, IN_EVAL_MODE, hooked_tensors, kind_of_node
-from gradkit._compat.transforms import (
-    clone_with_node,
-    count_dispatch_modes,
-    is_differentiated_tensor,
-    is_transform_tensor,
-    layers,
-    unbatched,
-)
 from gradkit._compat.undoing import undone
 from gradkit._compat.versions import is_mended
 from gradkit._core.call import Call
 from gradkit._core.graph import Subgraph, leaf_tensors, nodes_below
 from gradkit._core.user_code import Cotangents, register_own_hooks, remove_hooks, user_functions
-from gradkit._torch_bugs.missing import (
-    DIFFERENTIABLE,
-    WITHOUT_SECOND,
-    Reason,
-    no_second,
-    without_second,
-)
+from gradkit._torch_bugs import missing
 from gradkit._torch_bugs.node_formulas import NODE_FORMULAS, has_formula
 from gradkit._torch_bugs.table import READERS, SECOND, WRONG_ORDER
 from gradkit.errors import UnsupportedGraphError, message
@@ -48,7 +35,7 @@ KINDS = frozenset(READERS)
 # The derivative of torch.compile's backward pass is a node that raises. It has no path to what the
 # function was computed from where that is not saved, and is left out then.
 # What draws after it has saved is looked at, too, which hooks of saved tensors may have spoiled.
-_REFUSED = {kind.removesuffix(IN_EVAL_MODE) for kind in WRONG_ORDER} | WITHOUT_SECOND.keys()
+_REFUSED = {kind.removesuffix(IN_EVAL_MODE) for kind in WRONG_ORDER} | missing.WITHOUT_SECOND.keys()
 _REFUSED |= {COMPILED, *NODE_FORMULAS, *(kind.__name__ for kind in KINDS | DRAW_AFTER_SAVING)}
 _DTENSORS_ARE_WRONG = not is_mended("DTensor")
 
@@ -66,7 +53,7 @@ def refuse_in_call(call: Call) -> None:
 def _refuse_values(where: Callable[[], str], nodes: Iterable[Node], *, create_graph: bool) -> None:
     """Raise if torch gets the derivative of a node wrong for the values that it has saved."""
     # Below a dispatch mode, such as that of `checked`, torch decomposes matrices.
-    decomposes = count_dispatch_modes() > 0 or is_checked()
+    decomposes = transforms.count_dispatch_modes() > 0 or is_checked()
     for node in nodes:
         if type(node) not in KINDS or hooked_tensors(node):  # which may recompute much
             continue
@@ -126,25 +113,26 @@ def refuse_wrong_derivative(
             raise UnsupportedGraphError(message(where(), *reason))
 
 
-def _reason(name: str) -> Reason | None:
+def _reason(name: str) -> missing.Reason | None:
     """Return what is wrong with the derivative through a kind of node, and what to do."""
     if name == COMPILED:
         fix = "leave out create_graph=True; call the module that is not compiled; or compile the "
         fix += "function that takes all derivatives"
         got = "a graph that torch.compile has compiled, whose derivative cannot be"
-        return DIFFERENTIABLE, got, fix
-    if name in WITHOUT_SECOND:
-        return without_second(*WITHOUT_SECOND[name])
+        return missing.DIFFERENTIABLE, got, fix
+    if name in missing.WITHOUT_SECOND:
+        return missing.without_second(*missing.WITHOUT_SECOND[name])
     order = WRONG_ORDER.get(name)
     if order == "2":
         operation, fix, *_ = SECOND.get(name, (name, "write it out in other operations"))
-        return no_second(f"{operation}, whose second derivative torch gets silently wrong", fix)
+        got = f"{operation}, whose second derivative torch gets silently wrong"
+        return missing.no_second(got, fix)
     if order is None:
         return None
     got = f"a second derivative through {name.removesuffix('BackwardBackward0')}, whose third torch"
     fix = "leave out create_graph=True, or an unroll inside of another, in the last call; or use "
     fix += "group_norm or rms_norm, or write the norm out"
-    return f"{DIFFERENTIABLE} again", f"{got} gets silently wrong", fix
+    return f"{missing.DIFFERENTIABLE} again", f"{got} gets silently wrong", fix
 
 
 def _is_once_differentiable(kind: Any) -> bool:
@@ -170,7 +158,7 @@ def undifferentiable_message(where: str, kind: type) -> str:
     if not forward_class(kind).__module__.startswith("torch."):
         fix += "; or give it a backward made of operations that can be differentiated, that "
         fix += "returns None where there is none"
-    return message(where, DIFFERENTIABLE, got, fix)
+    return message(where, missing.DIFFERENTIABLE, got, fix)
 
 
 @contextmanager
@@ -216,10 +204,10 @@ class _Probe:
         if not copies:
             return None
         oldest = min(sequence_number(node) for node, _ in copies)
-        present = [unbatched(grad) for grad in grads if grad is not None]
+        present = [transforms.unbatched(grad) for grad in grads if grad is not None]
         if self._new_nodes(present, oldest).isdisjoint(node for node, _ in copies):
             # A transform around may have recorded one: then it is not lost.
-            around = ([*layers(grad)][1:] for grad in present)
+            around = ([*transforms.layers(grad)][1:] for grad in present)
             if any(not any(layer.requires_grad for layer in outer) for outer in around):
                 raise UnsupportedGraphError(undifferentiable_message(self._where(), self._kind))
             return None
@@ -249,11 +237,11 @@ class _Probe:
 def _with_own_node(cotangent: Tensor | None, copies: list[_Copy]) -> Tensor | None:
     if cotangent is None or not (cotangent.is_floating_point() or cotangent.is_complex()):
         return cotangent
-    copy = clone_with_node(cotangent)
-    node = unbatched(copy).grad_fn
+    copy = transforms.clone_with_node(cotangent)
+    node = transforms.unbatched(copy).grad_fn
     if node is not None:
         leaf = None
-        if not is_transform_tensor(cotangent) and not cotangent.requires_grad:
+        if not transforms.is_transform_tensor(cotangent) and not cotangent.requires_grad:
             (leaf,) = leaf_tensors(child for child, _ in node.next_functions if child).values()
         copies.append((node, leaf))
     return copy
@@ -262,7 +250,7 @@ def _with_own_node(cotangent: Tensor | None, copies: list[_Copy]) -> Tensor | No
 def refuse_inside_transforms(call: Call) -> None:
     """Raise if a transform of torch.func would take the gradients of a call for constants."""
     for index, output in enumerate(call.outputs):
-        if is_differentiated_tensor(output):
+        if transforms.is_differentiated_tensor(output):
             expected = "a loss outside of torch.func's grad, vjp and jvp"
             got = "one inside: the transform would take the gradient for a constant"
             fix = "pass create_graph=True, so that it is differentiated, too"

@@ -15,14 +15,9 @@ from gradkit._checks.checked import is_checked
 from gradkit._checks.circumstances import USER_CODE, around
 from gradkit._compat.autograd import forward_line, sequence_number, tensor_hooks
 from gradkit._compat.nodes import WRITTEN_VIEW, changed_since_saved, names_of_nodes
+from gradkit._core import user_code
 from gradkit._core.call import Call
 from gradkit._core.graph import KEEP_HISTORY, Subgraph, edge, leaf_tensors, nodes_of_types
-from gradkit._core.user_code import (
-    first_pre_hooked,
-    hooks_registered,
-    most_nodes_of_users,
-    user_functions,
-)
 from gradkit._torch_bugs.missing import Reason
 from gradkit.errors import UnsupportedGraphError, describe, message
 
@@ -105,20 +100,20 @@ def nodes_of_functions(call: Call) -> list[Node]:
             call.function_nodes = functions_below(call.whole)
         else:
             roots = [call.outputs[index] for index in call.differentiated]
-            call.function_nodes = nodes_of_types(roots, most_nodes_of_users())
+            call.function_nodes = nodes_of_types(roots, user_code.most_nodes_of_users())
     return call.function_nodes
 
 
 def functions_below(below: Subgraph) -> list[Node]:
     """Return the nodes of custom Functions in a graph."""
-    users = set(user_functions(below.kinds))
+    users = set(user_code.user_functions(below.kinds))
     return [node for node in below.nodes if type(node) in users] if users else []
 
 
 def refuse_pre_hooks(call: Call) -> None:
     """Raise if a leaf has hooks that torch runs in `.backward()` alone."""
     for params in call.params if around(call) & USER_CODE else ():
-        index = first_pre_hooked(params.variables)
+        index = user_code.first_pre_hooked(params.variables)
         if index is not None:
             expected = "a leaf whose hooks are those of the tensor"
             got = "one with a pre-hook of its AccumulateGrad node: torch runs it in backward() only"
@@ -135,7 +130,8 @@ def variables_to_copy_inside(
     if is_checked():  # also one that a hook keeps, to write on it later
         return [variable for variable in variables if variable.is_leaf or tensor_hooks(variable)]
     nodes = {child for node in functions for child, _ in node.next_functions if child is not None}
-    copied = set(map(id, filter(tensor_hooks, variables))) if hooks_registered() else set()
+    hooked = filter(tensor_hooks, variables) if user_code.hooks_registered() else ()
+    copied = set(map(id, hooked))
     if nodes:
         copied.update(leaf_tensors(nodes))
         copied.update(id(variable) for variable in variables if variable.grad_fn in nodes)

@@ -66,7 +66,11 @@ def refuse_unreached_views_and_subclasses(call: Call) -> None:
             raise UnreachedParamError(_replaced(params, index, "a view of one, made separately"))
         if was_used_before_change(variable, below.nodes):
             raise UnreachedParamError(_replaced(params, index, "a later value of one"))
-        refuse_unreached_shard(params, index)
+        if type(variable) not in PLAIN_TYPES and is_fsdp_shard(variable):
+            expected, got = "a parameter that the losses reach", "a DTensor that they do not: the "
+            got += "parameters of a fully_shard module are not in the graph"
+            fix = "call gradkit.distributed.value_and_grads(losses, module)"
+            raise UnsupportedGraphError(message(params.path(index), expected, got, fix))
 
 
 def refuse_compiled_together(call: Call) -> None:
@@ -202,16 +206,6 @@ def refuse_gathered(params: Params) -> None:
             fix = "gradkit.distributed.value_and_grads(losses, module); or make the call before "
             fix += "the forward pass, or after the backward pass"
             raise UnsupportedGraphError(message(params.path(index), expected, got, fix))
-
-
-def refuse_unreached_shard(params: Params, index: int) -> None:
-    """Raise if an unreached variable is a shard: the graph holds the unsharded parameter."""
-    variable = params.variables[index]
-    if type(variable) not in PLAIN_TYPES and is_fsdp_shard(variable):
-        expected, got = "a parameter that the losses reach", "a DTensor that they do not: the "
-        got += "parameters of a fully_shard module are not in the graph"
-        fix = "call gradkit.distributed.value_and_grads(losses, module)"
-        raise UnsupportedGraphError(message(params.path(index), expected, got, fix))
 
 
 def is_fsdp_shard(variable: Tensor) -> bool:

@@ -31,7 +31,7 @@ class GradRecorder:
         self._version = tensor._version
         self._thread = calling_thread()
         # The hook stays on the node of this version when the tensor is changed in place [L1].
-        self._handle = user_code.register_own_hook(tensor, self._record)
+        self.handle = user_code.register_own_hook(tensor, self._record)
 
     def _record(self, grad: Tensor | None) -> None:
         if calling_thread() != self._thread:
@@ -61,10 +61,6 @@ class GradRecorder:
         if self._passed_unseen:
             raise UnsupportedGraphError(message(self._where(), *compiled_together("the losses")))
 
-    def remove(self) -> None:
-        """Record no more."""
-        self._handle.remove()
-
 
 _REBUILT = (
     "a tensor whose history stays as it was at the call",
@@ -81,8 +77,9 @@ class Recorders:
         # gives its tensor others.
         self._by_arrival: dict[tuple[Node, int], GradRecorder] = {}
 
-    def of(self, tensor: Tensor, where: Callable[[], str]) -> GradRecorder:
-        """Return the recorder of the value that a tensor has now."""
+    def of(self, value: object, where: Callable[[], str]) -> GradRecorder:
+        """Return the recorder of the value that a tensor has now; raise if it has no graph."""
+        tensor = _require_graph(value, where)
         graph.refuse_lost_history([tensor], lambda _: where())
         edge = graph.edge(tensor)
         arrival = edge.node, edge.output_nr
@@ -112,7 +109,7 @@ class Recorders:
     def remove(self) -> None:
         """Record no more."""
         for recorder in self._by_arrival.values():
-            recorder.remove()
+            recorder.handle.remove()
 
 
 def refuse_transforms(tensor: Tensor, where: Callable[[], str]) -> None:
@@ -124,7 +121,7 @@ def refuse_transforms(tensor: Tensor, where: Callable[[], str]) -> None:
         raise UnsupportedGraphError(message(where(), expected, got, fix))
 
 
-def require_graph(tensor: object, where: Callable[[], str]) -> Tensor:
+def _require_graph(tensor: object, where: Callable[[], str]) -> Tensor:
     """Return what is a tensor whose gradients can be recorded; raise if it is none."""
     if not isinstance(tensor, Tensor):
         do = "pass tensors; for the outputs of a module, safe_retain(model, ['name'])"

@@ -342,9 +342,8 @@ class _Bounds:
                 elif other is not None:
                     if other != index:
                         part.shared.append(child)
-                        self._are_nested |= child not in self._below_ends and not is_leaf_node(
-                            child
-                        )
+                        is_other = child not in self._below_ends and not is_leaf_node(child)
+                        self._are_nested |= is_other
                 elif sequence_number(child) >= self.oldest:
                     reached_from[child] = index
                     part.nodes.append(child)

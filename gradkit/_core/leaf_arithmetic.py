@@ -13,14 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from gradkit._compat.distributed import (
-    are_aligned,
-    full_tensor,
-    is_dtensor,
-    local_part,
-    sharded_like,
-    sharding,
-)
+from gradkit._compat import distributed
 from gradkit._compat.undoing import INSIDE
 from gradkit.errors import LeafTypeError, first_line, message
 
@@ -93,10 +86,11 @@ def dot_leaves(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     """Return the real inner product as a 0-dim tensor, in float32 at least; None if one is zero."""
     if a is None or b is None:
         return None
-    if are_aligned(a, b):  # the graph would keep both whole tensors
+    if distributed.are_aligned(a, b):  # the graph would keep both whole tensors
         from gradkit._core.shard_sum import Shards, shard_sum
 
-        return shard_sum(_dot(local_part(a), local_part(b))[None], Shards([sharding(a)]))
+        parts = map(distributed.local_part, (a, b))
+        return shard_sum(_dot(*parts)[None], Shards([distributed.sharding(a)]))
     return _dot(a, b)
 
 
@@ -185,8 +179,8 @@ def _as_matrix(rows: Tensor) -> Tensor:
 
 def real_vector(leaf: Tensor) -> Tensor:
     """Return the leaf as a real vector, in float32 at least; a complex number is two entries."""
-    leaf = full_tensor(leaf)  # a shard alone does not align with those of other gradients
-    flat = _dense(leaf).reshape(-1)
+    # A shard alone does not align with those of other gradients.
+    flat = _dense(distributed.full_tensor(leaf)).reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
     return flat.to(common_dtype(flat.dtype))
@@ -210,7 +204,7 @@ def _dense(leaf: Tensor) -> Tensor:
 
 def largest(leaves: Sequence[Tensor | None]) -> Tensor:
     """Return the largest magnitude of an entry, as a constant; 0-dim, in the common dtype."""
-    entries = (stored_values(full_tensor(x.detach())) for x in leaves if x is not None)
+    entries = (stored_values(distributed.full_tensor(x.detach())) for x in leaves if x is not None)
     maxima = [x.abs().max() for x in entries if x.numel()]
     return torch.stack(to_common_dtype(maxima)).max() if maxima else torch.zeros(())
 
@@ -226,4 +220,4 @@ def from_real_vector(flat: Tensor, like: Tensor) -> Tensor:
     if like.is_complex():
         flat = torch.complex(flat[::2], flat[1::2])  # view_as_complex wants an even offset
     leaf = flat.reshape(like.shape).to(like.dtype)
-    return sharded_like(leaf, like) if is_dtensor(like) else leaf
+    return distributed.sharded_like(leaf, like) if distributed.is_dtensor(like) else leaf

@@ -119,24 +119,13 @@ def _spec(keys: tuple[str | int, ...], kept: tuple[int, ...] | None) -> Structur
     return spec_of_keys(tuple(names if kept is None else [names[index] for index in kept]))
 
 
-# Of a module's arguments, those by keyword among them, or of its output.
-SeeInput: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], None]
-SeeOutput: TypeAlias = Callable[[Any], None]
-
-
-class _Inert:
-    """What a copied or unpickled module has in place of a hook."""
-
-    def __call__(self, *_: Any) -> None:
-        """Do nothing."""
-
-
 class _ModuleHook:
     """A hook of one module, until it is closed."""
 
-    def __init__(self, module: nn.Module, see: Callable[..., None]) -> None:
-        self._module: nn.Module | None = module
-        self._see: Callable[..., None] | None = see
+    def __init__(
+        self, module: nn.Module | None = None, see: Callable[..., None] | None = None
+    ) -> None:
+        self._module, self._see = module, see
 
     @disable_compile
     def __call__(self, module: nn.Module, args: Any, rest: Any) -> None:
@@ -145,8 +134,8 @@ class _ModuleHook:
         if module is self._module and self._see is not None:
             self._see(args, rest)
 
-    def __reduce__(self) -> tuple[type[_Inert], tuple[()]]:
-        return _Inert, ()
+    def __reduce__(self) -> tuple[type[_ModuleHook], tuple[()]]:
+        return _ModuleHook, ()  # that of a copied or unpickled module does nothing
 
     def close(self) -> None:
         """Do nothing from now on, and keep nothing alive."""
@@ -167,7 +156,9 @@ def inside_compiled(
 
 @contextmanager
 def watching_runs(
-    module: nn.Module, see_output: SeeOutput, see_input: SeeInput | None = None
+    module: nn.Module,
+    see_output: Callable[[Any], None],
+    see_input: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None,
 ) -> Iterator[None]:
     """Call functions with what a module is given and returns, for each of its runs in the block."""
     after = _ModuleHook(module, lambda _, output: see_output(output))

@@ -13,13 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradkit._compat.autograd import (
-    is_zero_tensor,
-    operator_schema,
-    storage_address,
-    storage_use_count,
-    tensor_use_count,
-)
+from gradkit._compat import autograd
 from gradkit._compat.transforms import detach_keep_tangent
 from gradkit._compat.undoing import INSIDE
 
@@ -98,7 +92,7 @@ def written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 @cache
 def _written_arguments(func: Any) -> list[tuple[int, str]]:
     """Return the position and name of each argument that an operator writes to."""
-    schema = operator_schema(func)
+    schema = autograd.operator_schema(func)
     if schema is None:  # of a higher-order operator, such as torch.cond: torch lets none write
         return []
     missing = _MISSING_FROM_SCHEMA.get(func.overloadpacket.__name__, ())
@@ -198,7 +192,7 @@ def _are_owned(grads: list[Tensor], params: Iterable[Tensor], unshared: int) -> 
         return (
             all(map(_is_contiguous, grads))
             and all(map(_is_contiguous, params))
-            and not (0 in map(_address, grads) and any(map(is_zero_tensor, grads)))
+            and not (0 in map(_address, grads) and any(map(autograd.is_zero_tensor, grads)))
             and set(map(sys.getrefcount, grads)) <= {unshared}  # only the caller's lists hold them
             and are_alone_in_memory(grads)
         )
@@ -211,7 +205,7 @@ def is_laid_out(grad: Tensor, param: Tensor) -> bool:
     if grad.is_nested:
         return grad.is_contiguous()  # it has no strides
     # An expanded tensor, or a zero tensor without memory, cannot be changed in place.
-    if 0 in grad.stride() or is_zero_tensor(grad):
+    if 0 in grad.stride() or autograd.is_zero_tensor(grad):
         return False
     if param.layout != torch.strided or param.is_contiguous() or not _is_dense(param):
         return grad.is_contiguous()
@@ -226,7 +220,7 @@ def _is_dense(param: Tensor) -> bool:
 
 def are_alone_in_memory(tensors: list[Tensor]) -> bool:
     """Return whether no other tensor has the storage of one, but a base nothing else refers to."""
-    uses = list(map(storage_use_count, map(storage_address, tensors)))
+    uses = list(map(autograd.storage_use_count, map(autograd.storage_address, tensors)))
     counts = set(uses)
     if counts == {_STORAGE_UNSHARED}:
         return True
@@ -235,7 +229,7 @@ def are_alone_in_memory(tensors: list[Tensor]) -> bool:
     bases = list(map(_base, compress(tensors, map(_VIEW_UNSHARED.__eq__, uses))))
     if type(None) in map(type, bases):
         return False  # not a view, but a result of detach(), which shares memory, too
-    return set(map(tensor_use_count, bases)) == {_BASE_UNSHARED} and set(
+    return set(map(autograd.tensor_use_count, bases)) == {_BASE_UNSHARED} and set(
         map(sys.getrefcount, bases)
     ) == {_BASE_UNREFERENCED}
 
@@ -298,10 +292,10 @@ def grad_dtype(param: Tensor) -> torch.dtype:
 # The counts of a tensor that nothing else refers to, read in the same way as above.
 _lone, _view = [torch.empty(2)], [torch.empty(2)[:1]]
 _UNSHARED = next(map(sys.getrefcount, _lone))
-_STORAGE_UNSHARED = next(map(storage_use_count, map(storage_address, _lone)))
-_VIEW_UNSHARED = next(map(storage_use_count, map(storage_address, _view)))
+_STORAGE_UNSHARED = next(map(autograd.storage_use_count, map(autograd.storage_address, _lone)))
+_VIEW_UNSHARED = next(map(autograd.storage_use_count, map(autograd.storage_address, _view)))
 _bases = list(map(_base, _view))
-_BASE_UNSHARED = next(map(tensor_use_count, _bases))
+_BASE_UNSHARED = next(map(autograd.tensor_use_count, _bases))
 _BASE_UNREFERENCED = next(map(sys.getrefcount, _bases))
 del _lone, _view, _bases
 

@@ -292,7 +292,7 @@ def expand_params(
         params, classes = modules.named_parameters(tree)
         if not allow_distributed:
             _refuse_distributed(classes, lambda: root)
-        return pytree.flatten_tensors(params)
+        return pytree.flatten(params)
     leaves, spec = pytree.flatten(tree)
     kinds = set(map(type, leaves))
     if kinds <= PLAIN_TYPES or not any(issubclass(kind, EXPANDED) for kind in kinds):

@@ -48,13 +48,6 @@ def flatten(tree: PyTree) -> tuple[list[Any], optree.PyTreeSpec]:
     return optree.tree_flatten(tree, none_is_leaf=True, namespace=_NAMESPACE)
 
 
-def flatten_tensors(tree: dict[str, torch.Tensor]) -> tuple[list[Any], optree.PyTreeSpec]:
-    """Return the same for tensors by name, which are not looked at."""
-    if torch.compiler.is_compiling():
-        return flatten(tree)
-    return list(tree.values()), spec_of_keys(tuple(tree))
-
-
 def _spec(tree: PyTree) -> optree.PyTreeSpec:
     return optree.tree_structure(tree, none_is_leaf=True, namespace=_NAMESPACE)
 

@@ -116,6 +116,16 @@ class DoctorReport:
         return "\n".join([*lines, "", f"{summary}, on {', '.join(self.devices)}"])
 
 
+def available_devices() -> list[torch.device]:
+    """Return the CPU, and every accelerator that torch can use here."""
+    devices = [torch.device("cpu")]
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator()
+        assert kind is not None
+        devices += [torch.device(kind.type, i) for i in range(torch.accelerator.device_count())]
+    return devices
+
+
 def doctor_report(devices: Sequence[torch.device]) -> DoctorReport:
     """Run every confusion on each of these devices."""
     return DoctorReport(

@@ -13,13 +13,7 @@ from weakref import WeakValueDictionary, ref
 import torch
 from torch import Tensor
 
-from gradkit._compat.autograd import (
-    TorchDispatchMode,
-    at_end_of_pass,
-    current_pass,
-    operator_schema,
-    storage_key,
-)
+from gradkit._compat import autograd
 from gradkit._compat.distributed import local_tensor
 from gradkit._compat.dynamo import leave_uncompiled
 from gradkit._compat.undoing import INSIDE, undo_stack, undone
@@ -153,19 +147,19 @@ def as_second_run(first: Checksums, around: SecondRun | None) -> Iterator[Second
         except Exception:
             differences.read()  # which is the reason, if a run differs
             raise
-    if current_pass() == _NO_PASS:
+    if autograd.current_pass() == _NO_PASS:
         differences.read()  # a node that was called by hand
 
 
 def _of_this_pass() -> Differences:
     """Return the differences that are read at the end of the pass that runs here."""
-    number = current_pass()
+    number = autograd.current_pass()
     if number == _NO_PASS:
         return Differences()
     differences = _of_passes.get(number)
     if differences is None:
         differences = _of_passes[number] = Differences()
-        at_end_of_pass(differences.read)
+        autograd.at_end_of_pass(differences.read)
     return differences
 
 
@@ -242,7 +236,7 @@ def enable_attention_kernels(kernels: list[bool]) -> None:
 Snapshots: TypeAlias = list[tuple[torch.UntypedStorage, torch.UntypedStorage]]
 
 
-class _StorageWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _StorageWrites(autograd.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Copies each storage from outside before an operator first writes to it."""
 
     supports_higher_order_operators = True
@@ -254,15 +248,9 @@ class _StorageWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known: set[int] = set()  # storages that need no copy
 
     @leave_uncompiled
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if operator_schema(func) is None:
+        if autograd.operator_schema(func) is None:
             got = f"torch.{func}, which runs functions whose operations torch does not show"
             expected = "operations that can run a second time"
             fix = 'torch.where, or an if or a loop of Python; or memory="store" in unroll'
@@ -271,8 +259,8 @@ class _StorageWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         written = written_tensors(func, args, kwargs)
         for tensor in written:
             # Not of what is allocated inside, or copied already.
-            if tensor.layout == torch.strided and storage_key(tensor) not in self._known:
-                self._known.add(storage_key(tensor))
+            if tensor.layout == torch.strided and autograd.storage_key(tensor) not in self._known:
+                self._known.add(autograd.storage_key(tensor))
                 storage = tensor.untyped_storage()
                 self.snapshots.append((storage, _copied_storage(storage)))
         out = func(*args, **kwargs)
@@ -283,7 +271,7 @@ class _StorageWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not written:  # what is written is returned, often
                 self.made[id(result)] = ref(result)
             if allocates and result.layout == torch.strided:
-                self._known.add(storage_key(result))
+                self._known.add(autograd.storage_key(result))
         return out
 
     def has_made(self, tensor: Tensor) -> bool:
@@ -327,5 +315,5 @@ def _copied_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
 @cache
 def _allocates(func: Any) -> bool:
     """Return whether the results of an operator are new, and no views of its arguments."""
-    schema = operator_schema(func)
+    schema = autograd.operator_schema(func)
     return schema is not None and all(result.alias_info is None for result in schema.returns)

@@ -58,6 +58,11 @@ def restore(saved: States) -> None:
             torch.cuda.set_rng_state(state, one)
 
 
+def is_capturing() -> bool:
+    """Return whether a CUDA graph is being captured here, which records what runs, and no state."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def _state(one: torch.device | Generator) -> Tensor:
     if isinstance(one, Generator):
         return one.get_state()

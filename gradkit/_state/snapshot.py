@@ -15,7 +15,6 @@ from torch import Generator, Tensor, nn
 
 from gradkit._compat.transforms import transforms
 from gradkit._compat.undoing import INSIDE, undo_stack, undone
-from gradkit._core.devices import is_capturing
 from gradkit._core.user_code import captured_by
 from gradkit._state import rng
 from gradkit._state.grad_attribute import grad_dtypes_put_back, grads_put_back
@@ -81,7 +80,7 @@ def put_back_on_error(*functions: object) -> Iterator[None]:
     """Put back, if the block raises, what these functions of the user's may have written on."""
     # Buffers and attributes of the modules that they refer to, small tensors, and random states.
     # A transform around refuses writes on what is outside, or has copies made.
-    if torch.compiler.is_compiling() or transforms() or is_capturing():
+    if torch.compiler.is_compiling() or transforms() or rng.is_capturing():
         yield
         return
     captured = captured_by(*functions)

@@ -39,25 +39,13 @@ from gradkit._compat.undoing import INSIDE, undone
 from gradkit._core import pytree
 from gradkit._core.graph import Subgraph
 from gradkit._state.copy_on_write import CopyOnWrite, is_in_place
-from gradkit._torch_bugs import attention
-from gradkit._torch_bugs.table import (
-    ALIASES,
-    BATCHED,
-    BY_FORMULA,
-    CALLS_OF_NODES,
-    DERIVATIVE_OF_BATCHED,
-    EAGER,
-    FORMULAS,
-    REFUSED,
-    RESULT,
-    OpCall,
-)
+from gradkit._torch_bugs import attention, table
 from gradkit.errors import UnsupportedGraphError, message
 
 _BACKWARD_PASS, _FUNCTION, _ATTENTION = "a backward pass", "a Function", "attention"
 _NAMES: dict[Any, str] = {
     getattr(owner, alias): name
-    for alias, name in ALIASES.items()
+    for alias, name in table.ALIASES.items()
     for owner in (torch, Tensor, torch.linalg, torch.special, functional)
     if hasattr(owner, alias)
 }
@@ -67,7 +55,7 @@ _NAMES |= {apply_function: _FUNCTION, **dict.fromkeys(attention.OPERATIONS, _ATT
 _POW, _IPOW = Tensor.__pow__, Tensor.__ipow__
 _IN_PLACE = {
     getattr(owner, alias)
-    for alias in filter(is_in_place, ALIASES)
+    for alias in filter(is_in_place, table.ALIASES)
     for owner in (torch, Tensor, torch.ops.aten)
     if hasattr(owner, alias)
 }
@@ -93,7 +81,7 @@ def name_of(func: Callable[..., Any]) -> str | None:
     # torch.ops.aten.name; an operator of the user's may have the same.
     if name is None and isinstance(func, (_OVERLOAD, _OPERATOR)) and not _is_foreign(func):
         packet = func.overloadpacket if isinstance(func, _OVERLOAD) else func
-        return ALIASES.get(packet.__name__)
+        return table.ALIASES.get(packet.__name__)
     return name
 
 
@@ -150,14 +138,14 @@ class OpMonitor(TorchFunctionMode):
                 return attention.by_formula(func, *self._current((args, kwargs or {})))
         elif name is not None:
             is_functional, given = func in _FUNCTIONAL, (args, kwargs or {})
-            if name in BY_FORMULA:
+            if name in table.BY_FORMULA:
                 given = self._current(given)
-            call = OpCall(*given, is_functional, transforms(), self._outer)
-            if name not in BY_FORMULA:
+            call = table.OpCall(*given, is_functional, transforms(), self._outer)
+            if name not in table.BY_FORMULA:
                 self._note(name, call)
             elif not constants and _needs_formula(name, call):
                 if not _is_in_place(func):
-                    return FORMULAS[name](func, *call.args, **call.kwargs)
+                    return table.FORMULAS[name](func, *call.args, **call.kwargs)
                 func, args, kwargs = Tensor.copy_, (args[0], _value_in_place(name, call)), {}
         if constants and not (self._writes and self._writes.redirects(func, kwargs)):
             args, kwargs = self._current((args, kwargs or {}))
@@ -203,8 +191,8 @@ class OpMonitor(TorchFunctionMode):
         is_around = self._tangents_from <= level_of(tensor) <= self._level
         return tensor.detach() if is_around else tensor
 
-    def _note(self, name: str, call: OpCall) -> None:
-        bug = REFUSED[name]
+    def _note(self, name: str, call: table.OpCall) -> None:
+        bug = table.REFUSED[name]
         if name == "batch_norm" and self._per_sample and call.argument(5, "training"):
             expected = "a function of one sample at a time"
             got = "batch_norm in train mode, which mixes the samples of a batch, so that no sample "
@@ -213,24 +201,24 @@ class OpMonitor(TorchFunctionMode):
             raise UnsupportedGraphError(message("per_sample_grads", expected, got, fix))
         if bug.wrong_now(call):
             _refuse(name)
-        if bug.wrong_in(BATCHED, call):
+        if bug.wrong_in(table.BATCHED, call):
             self._wrong_batched.append(name)
-        if bug.wrong_in(DERIVATIVE_OF_BATCHED, call):
+        if bug.wrong_in(table.DERIVATIVE_OF_BATCHED, call):
             self._wrong_derivative.append(name)
         if bug.wrong_now(call.differentiated_by_eager_code()):
             self._wrong_outside.append(name)
 
     def note_graph(self, below: Subgraph) -> None:
         """Note the operations in a graph as if they had been called here."""
-        if CALLS_OF_NODES.keys().isdisjoint(kind.__name__ for kind in below.kinds):
+        if table.CALLS_OF_NODES.keys().isdisjoint(kind.__name__ for kind in below.kinds):
             return
         for node in below.nodes:
-            name, names = CALLS_OF_NODES.get(type(node).__name__, ("", {}))
+            name, names = table.CALLS_OF_NODES.get(type(node).__name__, ("", {}))
             if not name:
                 continue
             arguments = {
                 argument: torch.empty(output_shape(node, 0), device="meta")
-                if kept is RESULT
+                if kept is table.RESULT
                 else saved(node, kept)
                 for argument, kept in names.items()
             }
@@ -239,7 +227,7 @@ class OpMonitor(TorchFunctionMode):
                 name = "instance_norm" if output_shape(node, 0)[0] == 1 else name
                 training = saved_or(True, node, "training")  # cuDNN's is that of training alone
                 arguments |= {"training": training, "use_input_stats": training}
-            self._note(name, OpCall((), arguments, False, transforms(), self._outer))
+            self._note(name, table.OpCall((), arguments, False, transforms(), self._outer))
 
     def check(self) -> None:
         """Raise if a backward pass through the operations so far would be wrong."""
@@ -300,14 +288,14 @@ def _run_in_eager_code(name: str, func: Any, args: Any, kwargs: Any) -> Any:
     if any(map(carries_graph, pytree.tensors((args, kwargs)))) or differentiated():
         stack = transforms()
         if DERIVATIVES.isdisjoint(stack):
-            stack = (EAGER, *stack)
-        call = OpCall(args, kwargs, func in _FUNCTIONAL, stack, ())
-        if (BY_FORMULA.get(name) or REFUSED[name]).wrong_now(call):
-            if name not in BY_FORMULA:
+            stack = (table.EAGER, *stack)
+        call = table.OpCall(args, kwargs, func in _FUNCTIONAL, stack, ())
+        if (table.BY_FORMULA.get(name) or table.REFUSED[name]).wrong_now(call):
+            if name not in table.BY_FORMULA:
                 _refuse(name)
             if _is_in_place(func):
                 return args[0].copy_(_value_in_place(name, call))
-            return FORMULAS[name](func, *args, **kwargs)
+            return table.FORMULAS[name](func, *args, **kwargs)
     return func(*args, **kwargs)
 
 
@@ -339,9 +327,9 @@ def _refuse_dropped(func: Callable[..., Any], given: Any, result: Any) -> None:
     raise UnsupportedGraphError(message(where, expected, got, fix))
 
 
-def _needs_formula(name: str, call: OpCall) -> bool:
+def _needs_formula(name: str, call: table.OpCall) -> bool:
     """Return whether a derivative of an operation would be wrong without its formula."""
-    bug = BY_FORMULA[name]
+    bug = table.BY_FORMULA[name]
     if bug.wrong_now(call):
         return True
     if not bug.wrong_now(call.differentiated_by_eager_code()):
@@ -351,10 +339,11 @@ def _needs_formula(name: str, call: OpCall) -> bool:
     return torch.compiler.is_compiling() or any(0 in recording_levels(x) for x in tensors)
 
 
-def _value_in_place(name: str, call: OpCall) -> Tensor:
+def _value_in_place(name: str, call: table.OpCall) -> Tensor:
     """Return what an operation in place is to write, by its formula."""
     written, *others = call.args
-    value: Tensor = FORMULAS[name](getattr(Tensor, name), written.clone(), *others, **call.kwargs)
+    operation, formula = getattr(Tensor, name), table.FORMULAS[name]
+    value: Tensor = formula(operation, written.clone(), *others, **call.kwargs)
     return value
 
 
@@ -366,7 +355,7 @@ def _is_in_place(func: Any) -> bool:
 def _refuse(name: str) -> NoReturn:
     owners = torch, torch.linalg, torch.special
     owner = next(owner.__name__ for owner in owners if hasattr(owner, name))
-    bug, expected = REFUSED[name], "an operation whose derivative torch gets right here"
+    bug, expected = table.REFUSED[name], "an operation whose derivative torch gets right here"
     got = f"{name}: {bug.what}"
     raise UnsupportedGraphError(message(f"{owner}.{name}", expected, got, bug.fix))
 

@@ -18,15 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from gradkit._compat import transforms
 from gradkit._compat.nodes import node_type, saved, saved_ints
-from gradkit._compat.transforms import (
-    BATCH,
-    DERIVATIVES,
-    carries_graph,
-    carries_tangent,
-    is_transform_tensor,
-    recording_levels,
-)
 from gradkit._compat.versions import is_seen
 from gradkit._core import pytree
 from gradkit._torch_bugs import formulas
@@ -63,8 +56,6 @@ class OpCall:
         return replace(self, stack=(EAGER, *self.stack), outer=(EAGER, *self.outer))
 
 
-# Of a call, and the transforms of a row, whether that call is concerned.
-Condition: TypeAlias = Callable[[OpCall, Stack], bool]
 # Of a node, whether its pass has a graph, and whether torch then decomposes matrices: what an error
 # says came if torch is wrong for the values that the node has saved.
 Reader: TypeAlias = Callable[[Node, bool, bool], str | None]
@@ -81,7 +72,8 @@ class Defect:
     issues: str = ""  # their numbers on torch's tracker; none if it is not reported
     fix: str = ""  # what an error says to write in its place
     formula: Callable[..., Any] | None = None  # what runs in its place, given the operation first
-    when: Condition = lambda call, stack: True  # which calls are concerned
+    # Which calls are concerned, by the transforms of a row.
+    when: Callable[[OpCall, Stack], bool] = lambda call, stack: True
     # The transforms under which it is wrong where the sweep does not look: it tries operations that
     # have derivatives, at generic points.
     also: tuple[Stack, ...] = ()
@@ -105,7 +97,7 @@ class Defect:
         if self.formula and not self.drops and call.kwargs.get("out") is not None:
             return False  # torch raises
         # What is around the monitored function may run a batched backward pass through it.
-        is_batched = not DERIVATIVES.isdisjoint(call.outer)
+        is_batched = not transforms.DERIVATIVES.isdisjoint(call.outer)
         return any(
             self.when(call, stack)
             and (_holds(call.stack, stack) or (stack == BATCHED and is_batched))
@@ -147,13 +139,13 @@ def _may_vary(call: OpCall, _: Stack) -> bool:
     if torch.compiler.is_compiling():  # which cannot tell
         return True
     tensors = pytree.tensors((call.args, call.kwargs)) if torch.is_grad_enabled() else []
-    return any(carries_graph(x) or carries_tangent(x) for x in tensors)
+    return any(transforms.carries_graph(x) or transforms.carries_tangent(x) for x in tensors)
 
 
 def _of_norm(call: OpCall, stack: Stack, *, position: int = 1, functional: int = 3) -> bool:
     """Return whether a norm is wrong: batched, it is so only with a weight."""
     weight = call.argument(functional if call.functional else position, "weight")
-    return weight is not None or not {BATCH, _PASS} & set(stack)
+    return weight is not None or not {transforms.BATCH, _PASS} & set(stack)
 
 
 def _of_own_statistics(call: OpCall, stack: Stack, *, name: str, default: bool) -> bool:
@@ -205,8 +197,8 @@ def _det(node: Node, create_graph: bool, decomposes: bool) -> str | None:
     if not create_graph:
         got = "the determinant of a singular matrix, for whose gradient torch gives zero"
         return got if (size < limits.tiny / limits.eps).any() else None
-    if is_transform_tensor(matrix):
-        if len(recording_levels(matrix)) + carries_tangent(matrix) < 2:
+    if transforms.is_transform_tensor(matrix):
+        if len(transforms.recording_levels(matrix)) + transforms.carries_tangent(matrix) < 2:
             return None
         decomposes = True
     size = torch.zeros_like(size) if decomposes else size

@@ -16,7 +16,6 @@ from gradkit._compat.autograd import plain_recurrent_kernels
 from gradkit._compat.transforms import batched_like, level_of, transforms
 from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
-from gradkit._core.devices import is_capturing
 from gradkit._core.params import Tensors
 from gradkit._core.pytree import PyTree, Structure
 from gradkit._core.user_code import captured_by
@@ -85,7 +84,7 @@ class VmapOrLoop:
     def run(self, tensors: Sequence[object], run: Callable[..., R]) -> R:
         """Return what `run()` does; if torch.vmap fails, `run(one_by_one=...)`, and warn."""
         # The random number generators that it uses are those of the devices of `tensors`.
-        if torch.compiler.is_compiling() or is_capturing():
+        if torch.compiler.is_compiling() or rng.is_capturing():
             return run()
         captured = captured_by(self._fn)
         modules = [one for one in captured if isinstance(one, nn.Module)]

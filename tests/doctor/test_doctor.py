@@ -18,11 +18,11 @@ from torch import Tensor
 
 import gradkit
 from gradkit.__main__ import main
-from gradkit._core.devices import available_devices
 from gradkit._doctor.report import (
     CONFUSIONS,
     EXTRAS,
     Finding,
+    available_devices,
     check,
     doctor_report,
     error_of,
