@@ -18,7 +18,7 @@ from gradkit._core import pytree
 from gradkit._core.leaf_arithmetic import norms_of_rows, stored_values, to_common_dtype
 from gradkit._core.params import DIFFERENTIABLE
 from gradkit._core.pytree import PyTree
-from gradkit.errors import LeafTypeError, OptionError, describe, message
+from gradkit.errors import LeafTypeError, OptionError, StructureError, describe, message
 from gradkit.report.tables import Block, Report, Table, plural, styled
 from gradkit.tree._arithmetic import aligned_leaves
 
@@ -113,10 +113,9 @@ def norms(
         The statistics of all and of each row; `print` shows a table, `.to_dict()` is for a logger.
 
     Raises:
-        LeafTypeError: A gradient is no floating-point or complex tensor; or a DTensor, as in
-            `gradkit.tree.global_norm`.
+        LeafTypeError: A gradient is no floating-point or complex tensor.
         OptionError: `scaler` is no GradScaler, or `depth` no int of at least 1.
-        StructureError: `params` do not match.
+        StructureError: `params` do not match; or of DTensors, as in `gradkit.tree.global_norm`.
     """
     _check(scaler, depth)
     trees = {"grads": grads} if params is None else {"grads": grads, "params": params}
@@ -125,6 +124,9 @@ def norms(
         if leaf is not None and not (leaf.is_floating_point() or leaf.is_complex()):
             where, fix = pytree.path(spec, index, "grads"), "leave out what is no gradient"
             raise LeafTypeError(message(where, DIFFERENTIABLE, describe(leaf), fix))
+        if leaf is not None and others and others[0][index] is None:
+            where, fix = pytree.path(spec, index, "params"), "pass what grads are with respect to"
+            raise StructureError(message(where, "a tensor, which has a gradient", "None", fix))
     present = [index for index, leaf in enumerate(leaves) if leaf is not None]
     columns = [[column[index] for index in present] for column in (leaves, *others)]
     numbers = dict(zip(present, _numbers(columns, scaler), strict=True))
