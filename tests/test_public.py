@@ -50,8 +50,8 @@ FUNC = {
     "ggn_vp", "check_grads", "staged_value_and_grads", "linearize",
 }  # fmt: skip
 REPORT = {
-    "Comparison", "Conflicts", "Difference", "Explanation", "History", "LossGraph", "Part",
-    "Verdict", "compare", "conflicts", "explain",
+    "Comparison", "Conflicts", "Difference", "Explanation", "GradStats", "History", "LossGraph",
+    "Norms", "Part", "Verdict", "compare", "conflicts", "explain", "norms",
 }  # fmt: skip
 
 
@@ -97,6 +97,7 @@ def test_every_public_function_is_documented(device: torch.device) -> None:
     functions += [getattr(gradkit.distributed, n) for n in DIST]
     functions += [getattr(gradkit.meta, n) for n in META - {"Adapted", "Optimizer"}]
     functions += [gradkit.report.explain, gradkit.report.conflicts, gradkit.report.compare]
+    functions += [gradkit.report.norms]
     for function in functions:
         doc = inspect.getdoc(function)
         assert doc is not None
