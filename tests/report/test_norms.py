@@ -153,7 +153,7 @@ def test_layouts(device: torch.device) -> None:
     [
         (lambda g: norms(g, depth=0), gradkit.OptionError, "depth"),
         (lambda g: norms(g, depth=True), gradkit.OptionError, "depth"),
-        (lambda g: norms(g, scaler=2.0), gradkit.OptionError, "scaler"),  # type: ignore[arg-type]
+        (lambda g: norms(g, scaler=2.0), gradkit.OptionError, "scaler"),
         (lambda g: norms({"w": 1.0}), gradkit.LeafTypeError, r"grads\['w'\]"),
         (lambda g: norms({"w": g["w"].long()}), gradkit.LeafTypeError, r"grads\['w'\]"),
         (lambda g: norms(g, params={"x": g["w"]}), gradkit.StructureError, "params"),
