@@ -51,8 +51,8 @@ FUNC = {
     "ggn_vp", "check_grads", "staged_value_and_grads", "linearize", "checkpoint",
 }  # fmt: skip
 REPORT = {
-    "Comparison", "Conflicts", "Difference", "Explanation", "History", "LossGraph", "Part",
-    "Verdict", "compare", "conflicts", "explain",
+    "Comparison", "Conflicts", "Difference", "Explanation", "GradStats", "History", "LossGraph",
+    "Norms", "Part", "Verdict", "compare", "conflicts", "explain", "norms",
 }  # fmt: skip
 
 
@@ -98,6 +98,7 @@ def test_every_public_function_is_documented(device: torch.device) -> None:
     functions += [getattr(gradkit.distributed, n) for n in DIST if n.islower()]
     functions += [getattr(gradkit.meta, n) for n in META - {"Adapted", "Optimizer"}]
     functions += [gradkit.report.explain, gradkit.report.conflicts, gradkit.report.compare]
+    functions += [gradkit.report.norms]
     for function in functions:
         doc = inspect.getdoc(function)
         assert doc is not None

@@ -185,7 +185,8 @@ def mesh_of(leaf: Any) -> object:
 
 def torch_has_norm(leaves: Iterable[Any]) -> bool:
     """Return whether torch's norm is right: of plain tensors, or those of a line with this rank."""
-    # It mixes no meshes, may round otherwise on each rank of a grid, and is 0 outside of the mesh.
+    # It mixes no meshes (https://github.com/pytorch/pytorch/issues/180346), may round otherwise on
+    # each rank of a grid, and is 0 on a rank outside of the mesh.
     meshes: set[Any] = set(map(mesh_of, leaves))
     return len(meshes) < 2 and all(m is None or (m.ndim == 1 and has_rank(m)) for m in meshes)
 

@@ -59,28 +59,25 @@ class Shards:
         meshes = sorted(ranks[mesh] for mesh in inner)
         self._mark = 1 + (crc32(repr(meshes).encode()) & 0xFFFFF) if inner else 0
 
-    def combined(self, rows: Tensor, op: Any = _SUM, *, pooled: bool = False) -> Tensor:
-        """Return sums, or another `op`, over the ranks of a row of numbers for each tensor.
-
-        `pooled`: of all tensors of a mesh together; a rank without a part may leave a tensor out.
-        """
+    def combined(self, rows: Tensor, op: Any = _SUM) -> Tensor:
+        """Return sums, or another `op`, over the ranks of a row of numbers for each tensor."""
         rows = rows.double()
-        result: dict[int, Tensor] = {}
-        for groups in dict.fromkeys(self._groups):
+        result = list(rows)
+        mark, zero = self._mark, rows.new_zeros(rows.shape[1:])
+        for groups in filter(None, dict.fromkeys(self._groups)):
             indices = [index for index, of in enumerate(self._groups) if of == groups]
-            counted = (rows[i] if self._counts[i] else torch.zeros_like(rows[i]) for i in indices)
-            own = torch.stack([*counted])
-            own = own.sum(0, keepdim=True) if pooled else own
-            marks = (rows.new_full((1,), self._mark**power) for power in (1, 2))
-            flat = torch.cat([own.reshape(-1), rows.new_full((1,), self._mark > 0), *marks])
+            own = torch.stack([result[i] if self._counts[i] else zero for i in indices])
+            marks = [rows.new_full((1,), number) for number in (mark > 0, mark, mark**2)]
+            flat = torch.cat([own.reshape(-1), *marks])
             for group in groups:
                 dist.all_reduce(flat, op, group=group)
-            if self._mark and groups and op == _SUM:
+            if mark and op == _SUM:
                 count, total, squares = flat[-3:].tolist()
                 if count * squares != total**2:  # the ranks that have such meshes have others
                     _refuse("one over these ranks, another one over others: copies or not", _ON_ALL)
-            result.update(zip(indices, flat[:-3].reshape(own.shape), strict=not pooled))
-        return torch.stack([result[index] for index in sorted(result)])
+            for index, row in zip(indices, flat[:-3].reshape(own.shape), strict=True):
+                result[index] = row
+        return torch.stack(result)
 
 
 def _counts(mesh: Any, placements: Sequence[Any]) -> bool:
@@ -114,7 +111,7 @@ def norm_over_shards(leaves: Sequence[Tensor]) -> Tensor:
 def shard_sum(parts: Tensor, shards: Shards) -> Tensor:
     """Return the sum of what ranks have computed from their parts of tensors, differentiable."""
     if not parts.requires_grad:
-        return shards.combined(parts, pooled=True).sum(0).to(parts.dtype)
+        return shards.combined(parts).sum(0).to(parts.dtype)
     return _AcrossShards.apply(parts, shards, True)  # type: ignore[no-untyped-call,no-any-return]
 
 

@@ -283,7 +283,7 @@ def sequential(
     from gradkit._core.shard_sum import Shards
 
     parts = torch.stack([rows.zeros(count, count), *products.values()])
-    total = Shards([None, *products]).combined(parts, pooled=True).sum(0)
+    total = Shards([None, *products]).combined(parts).sum(0)
     return symmetrized(total.to(parts.dtype))
 
 

@@ -128,6 +128,7 @@ def step_(
             `scaler.step(optimizer)`. Call `scaler.update()` afterwards, as in the `.grad` loop.
         max_norm: Clip the gradients, unscaled if there is a scaler, to this global norm, as
             `torch.nn.utils.clip_grad_norm_` does. The gradients that were passed stay as they are.
+            A tied parameter counts once; for DTensors see `gradkit.tree.global_norm`.
 
     Returns:
         With `max_norm` the global norm of the gradients before they were clipped, a 0-dim tensor.

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
+from math import inf, sqrt
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -19,7 +18,7 @@ from gradkit._core.leaf_arithmetic import norms_of_rows, stored_values, to_commo
 from gradkit._core.params import DIFFERENTIABLE
 from gradkit._core.pytree import PyTree
 from gradkit._core.tables import Block, Report, Table, plural, styled
-from gradkit.errors import LeafTypeError, OptionError, describe, message
+from gradkit.errors import LeafTypeError, OptionError, StructureError, describe, message
 from gradkit.tree._arithmetic import aligned_leaves
 
 _Numbers: TypeAlias = tuple[float, ...]
@@ -113,10 +112,9 @@ def norms(
         The statistics of all and of each row; `print` shows a table, `.to_dict()` is for a logger.
 
     Raises:
-        LeafTypeError: A gradient is no floating-point or complex tensor; or a DTensor, as in
-            `gradkit.tree.global_norm`.
+        LeafTypeError: A gradient is no floating-point or complex tensor.
         OptionError: `scaler` is no GradScaler, or `depth` no int of at least 1.
-        StructureError: `params` do not match.
+        StructureError: `params` do not match; or of DTensors, as in `gradkit.tree.global_norm`.
     """
     _check(scaler, depth)
     trees = {"grads": grads} if params is None else {"grads": grads, "params": params}
@@ -125,16 +123,19 @@ def norms(
         if leaf is not None and not (leaf.is_floating_point() or leaf.is_complex()):
             where, fix = pytree.path(spec, index, "grads"), "leave out what is no gradient"
             raise LeafTypeError(message(where, DIFFERENTIABLE, describe(leaf), fix))
+        if leaf is not None and others and others[0][index] is None:
+            where, fix = pytree.path(spec, index, "params"), "pass what grads are with respect to"
+            raise StructureError(message(where, "a tensor, which has a gradient", "None", fix))
     present = [index for index, leaf in enumerate(leaves) if leaf is not None]
     columns = [[column[index] for index in present] for column in (leaves, *others)]
     numbers = dict(zip(present, _numbers(columns, scaler), strict=True))
-    every: dict[int, _Numbers] = {}  # by param, if they are known
     rows: dict[str, list[_Numbers]] = {}
+    every: dict[int, _Numbers] = {}
     for index, label in enumerate(pytree.labels(spec, "grad")):
         row = rows.setdefault(".".join(label.split(".")[:depth]), [])
         if index in numbers:
             row.append(numbers[index])
-            every.setdefault(id(others[0][index]) if others else index, numbers[index])
+            every[id(others[0][index]) if others else index] = numbers[index]
     by_name = {name: _stats(row) if row else None for name, row in rows.items()}
     return Norms(_stats([*every.values()] or [(0.0,) * 3 * len(trees)]), by_name)
 
@@ -160,12 +161,13 @@ def _numbers(columns: list[list[Any]], scaler: GradScaler | None) -> list[_Numbe
 
 
 def _table(leaves: list[Tensor]) -> Tensor:
+    """Return the squared norm, the count of inf and NaN, and the largest magnitude, [K, 3]."""
+    rows = torch.stack(to_common_dtype([_row(local_part(whole_sums(leaf))) for leaf in leaves]))
     if not any(map(is_dtensor, leaves)):
-        return torch.stack(to_common_dtype([*map(_row, leaves)]))
+        return rows
     from gradkit._core.shard_sum import Shards
 
     shards = Shards(map(sharding, leaves))
-    rows = torch.stack(to_common_dtype([_row(local_part(whole_sums(leaf))) for leaf in leaves]))
     maxima = shards.combined(rows[:, 2:], ReduceOp.MAX)
     return torch.cat([shards.combined(rows[:, :2]), maxima], 1)
 
@@ -173,16 +175,15 @@ def _table(leaves: list[Tensor]) -> Tensor:
 def _row(leaf: Tensor) -> Tensor:
     x = stored_values(leaf)
     x = x.float() if x.dtype.itemsize == 1 else x  # torch does not tell what is finite in float8
-    largest = x.abs().max() if x.numel() else x.new_zeros((), dtype=torch.float32)
-    count = x.isfinite().logical_not().sum()
-    numbers = norms_of_rows(x[None])[0].double().square(), count, largest.nan_to_num(inf, inf)
+    largest = x.abs().max().nan_to_num(inf, inf) if x.numel() else x.new_zeros(()).abs()
+    numbers = norms_of_rows(x[None])[0].double().square(), x.isfinite().logical_not().sum(), largest
     return torch.stack([number.double() for number in numbers])
 
 
 def _stats(rows: Sequence[_Numbers]) -> GradStats:
     """Return the statistics of several gradients together."""
     squares, counts, maxima, *of_params = zip(*rows, strict=True)
-    norm = math.sqrt(sum(squares))
-    size = math.sqrt(sum(of_params[0])) if of_params else 0.0
-    ratio = (norm / size if size else inf) if of_params else None
+    norm = sqrt(sum(squares))
+    size = sqrt(sum(of_params[0])) if of_params else None
+    ratio = None if size is None else norm / size if size else inf
     return GradStats(norm, max(maxima), int(sum(counts)), ratio)

@@ -32,6 +32,14 @@ from gradkit.tree._arithmetic import (
 def global_norm(tree: PyTree, *, batch_dims: int = 0) -> Tensor:
     """Return the Euclidean norm of all leaves taken as one vector, or of one for each sample.
 
+    Of DTensors each entry counts once, whatever their meshes and placements, and the norm is the
+    same number on all ranks, which all pass the same tree: DTensors of which they have no part,
+    too. It takes one collective for each mesh, and one for all those of all ranks. What is on
+    another slice of a mesh is a copy; what is on a mesh of some ranks that is no slice is not, and
+    needs a DTensor over all ranks beside it. A plain tensor counts as a copy of what the other
+    ranks have: one that differs must be a DTensor. Gradients do not tell that parameters are tied:
+    one in two leaves counts twice here, and once in `step_` and `minimize_`.
+
     Example:
         >>> import torch, gradkit
         >>> gradkit.tree.global_norm({"w": torch.tensor([3.0, 4.0]), "b": None})
@@ -51,7 +59,9 @@ def global_norm(tree: PyTree, *, batch_dims: int = 0) -> Tensor:
     Raises:
         LeafTypeError: A leaf is no floating-point or complex tensor.
         OptionError: `batch_dims` is no int of at least 0.
-        StructureError: The leading dimensions differ, or every leaf is None, which has none.
+        StructureError: The leading dimensions differ, or every leaf is None, which has none; or
+            this rank is not in the mesh of a DTensor, and no other mesh has all ranks; or other
+            ranks have DTensors over other ranks, which may be copies or not.
 
     Source:
         `torch.nn.utils.get_total_norm`, the norm that `clip_grad_norm_` computes.
