@@ -17,7 +17,6 @@ Source: Koh and Liang 2017, "Understanding Black-box Predictions via Influence F
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -65,6 +64,7 @@ def influences(weights: Weights, train: Images, test: Images) -> Tensor:
     """Return by how much the loss of the test image would grow without each training image."""
 
     def product(direction: Weights) -> Weights:
+        hv: Weights
         _, hv = gradkit.func.hvp(lambda w: training_loss(w, train), weights, direction)
         return hv
 
@@ -76,6 +76,7 @@ def influences(weights: Weights, train: Images, test: Images) -> Tensor:
     direction, info = gradkit.tree.cg(product, slope, tol=1e-8, maxiter=1000)
     assert info.residual < 1e-8
     # All dot products with the gradients of samples at once: the derivative along the direction.
+    along: Tensor
     _, along = gradkit.func.jvp(
         lambda w: cross_entropy(logits(w, train[0]), train[1], reduction="none"),
         (weights,),
@@ -139,7 +140,7 @@ def draw(outcome: Outcome, axes: Any) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table, and return the exit status: 0 if the claims hold."""
-    options, began = parse(__doc__, argv), time.monotonic()
+    options = parse(__doc__, argv)
     outcomes = [measure(seed) for seed in range(options.seeds)]
     correlations = [outcome.correlation for outcome in outcomes]
     slopes = [outcome.slope for outcome in outcomes]
@@ -151,16 +152,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         ratios = [outcome.groups[size] for outcome in outcomes]
         rows.append([f"the {size} most helpful, slope", over_seeds(ratios), ""])
     print(table([f"left out of {TRAIN} images", "here", "figure 2"], rows))
+    print("\nThe slope is the true change over the predicted one.")
     print(
-        "\nThe slope is the true change over the predicted one. Fails: for many images that pull the"
-        "\nsame way; and the theory is of a minimum, where the training of networks does not end."
+        "Fails: for many images that pull the same way. And the theory is of a minimum, where the"
     )
+    print("training of networks does not end: see training_attribution.py.")
     save_plot(options.plot, partial(draw, outcomes[0]))
     claims = {
         "R is above 0.99": min(correlations) > 0.99,
         "the slope is between 0.9 and 1.3": all(0.9 < slope < 1.3 for slope in slopes),
     }
-    return conclude(began, claims)
+    return conclude(claims)
 
 
 if __name__ == "__main__":
