@@ -167,7 +167,8 @@ def draw(outcomes: Sequence[dict[str, Score]], axes: Any) -> None:
     for name, text in TEXT.items():
         axes.plot([100 * outcome[name].accuracy for outcome in outcomes], "o-", label=text)
     axes.set(xlabel="seed", ylabel="test accuracy, %", xticks=range(len(outcomes)))
-    axes.legend(frameon=False)
+    axes.margins(y=0.3)
+    axes.legend(frameon=False, loc="upper center", ncols=2)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

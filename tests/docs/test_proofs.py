@@ -128,7 +128,7 @@ def test_influence_by_another_hessian_fails(load: Load, monkeypatch: pytest.Monk
 
 @slow
 def test_cleaning_finds_the_redrawn_labels(load: Load) -> None:
-    scores = load("hyper_cleaning").measure(1)
+    scores = load("hyper_cleaning").measure(1, meta_steps=10)
     assert scores["oracle"].accuracy > 0.93
     for name in ("implicit", "unrolled"):
         assert scores[name].f1 > 0.85
@@ -139,7 +139,7 @@ def test_cleaning_finds_the_redrawn_labels(load: Load) -> None:
 @slow
 def test_few_validation_images_do_not_clean(load: Load) -> None:
     script = load("hyper_cleaning")
-    scores = script.measure(1, script.FEW)
+    scores = script.measure(1, script.FEW, meta_steps=15)
     assert scores["implicit"].accuracy < scores["all"].accuracy
 
 
