@@ -287,10 +287,10 @@ def test_the_defect_is_pinned(load: Load, capsys: pytest.CaptureFixture[str]) ->
     errors = script.measure(0)
     assert errors["torch.autograd.grad"] > 0.1
     assert errors["torch.func.grad"] > 0.1
-    assert errors["gradkit.value_and_grads"] is None
+    assert errors["gradkit.value_and_grads"] < 1e-12
     assert errors["gradkit.meta.unroll"] < 1e-12
     assert run(script) == 0
-    assert "refuses" in capsys.readouterr().out
+    assert "refuses" not in capsys.readouterr().out
 
 
 @slow
