@@ -11,6 +11,7 @@ import gradkit
 
 sys.path.append(str(Path(__file__).parent))
 import llms
+import notebooks
 import signatures
 
 project = "gradkit"
@@ -94,15 +95,16 @@ def _add_toctrees(app: Sphinx, page: str, source: list[str]) -> None:
         source[0] += f"\n```{{toctree}}\n:caption: {caption}\n:hidden:\n\n{listed}\n```\n"
 
 
-def _write_llms_txt(app: Sphinx, error: Exception | None) -> None:
-    """Write llms.txt: the pages for those who read text only, each with its first sentence."""
+def _write_other_forms(app: Sphinx, error: Exception | None) -> None:
+    """Write llms.txt, the pages each with its first sentence, and the notebooks."""
     if error is None:
+        notebooks.write(Path(app.srcdir), Path(app.outdir) / "notebooks")
         out = Path(app.outdir) / "llms.txt"
         out.write_text(llms.text(Path(app.srcdir)), encoding="utf-8")
 
 
 def setup(app: Sphinx) -> None:
-    app.connect("build-finished", _write_llms_txt)
+    app.connect("build-finished", _write_other_forms)
     app.connect("source-read", _add_toctrees)
     app.connect("source-read", _add_docstrings)
     app.connect("autodoc-process-docstring", _keep_prose, priority=1)

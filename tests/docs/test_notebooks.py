@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,19 @@ def test_they_are_the_pages_with_a_header_of_jupytext(device: torch.device) -> N
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_the_gallery_names_them(device: torch.device, name: str) -> None:
     assert f"({name}.md)" in read("gallery").partition("## Notebooks")[2]
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_make_docs_writes_a_cell_for_each_block(
+    device: torch.device, name: str, tmp_path: Path
+) -> None:
+    runpy.run_path(str(DOCS / "notebooks.py"))["write"](DOCS, tmp_path)
+    made = json.loads((tmp_path / f"{name}.ipynb").read_text(encoding="utf-8"))
+    cells = ["".join(c["source"]) for c in made["cells"] if c["cell_type"] == "code"]
+    assert cells == re.findall(r"(?s)```python\n(.*?)\n```", read(name))
+    text = "".join("".join(c["source"]) for c in made["cells"] if c["cell_type"] == "markdown")
+    assert text.startswith("# ")
+    assert sorted(path.stem for path in tmp_path.iterdir()) == NOTEBOOKS
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
