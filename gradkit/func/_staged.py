@@ -25,6 +25,7 @@ from gradkit._core.params import Grads, Tensors
 from gradkit._core.pytree import PyTree
 from gradkit._core.results_without_graph import with_refused_derivatives
 from gradkit._core.user_code import user_code_may_run
+from gradkit._state.grad_attribute import set_grads
 from gradkit._state.rerun import RerunState, recording_writes
 from gradkit._state.snapshot import put_back_on_error
 from gradkit.errors import OptionError, StructureError, UnsupportedGraphError, describe, message
@@ -155,8 +156,7 @@ class _EncoderStage:
         dtypes = [variable.dtype for variable in run.variables]
         if not user_code_may_run() and dtypes == list(self._arguments.dtypes):
             # Each is added as it arrives: the gradients of a chunk are never there all at once.
-            for variable, grad in zip(run.variables, total, strict=True):
-                variable.grad = grad
+            set_grads(run.variables, total)
             return inner_grads(*options, accumulate=True)
         one = InnerPass("encode", self._arguments.path, run.variables, run.below)
         grads = one.guarded(partial(inner_grads, *options), create_graph=False)
