@@ -20,7 +20,7 @@ from gradkit._core import call as options
 from gradkit._core import pytree
 from gradkit._core.graph import Subgraph
 from gradkit._core.leaf_arithmetic import add_leaves
-from gradkit._core.ownership import leave_inference_mode
+from gradkit._core.ownership import leave_inference_mode, owned
 from gradkit._core.params import Grads, Tensors
 from gradkit._core.pytree import PyTree
 from gradkit._core.results_without_graph import with_refused_derivatives
@@ -157,7 +157,12 @@ class _EncoderStage:
         if not user_code_may_run() and dtypes == list(self._arguments.dtypes):
             # Each is added as it arrives: the gradients of a chunk are never there all at once.
             set_grads(run.variables, total)
-            return inner_grads(*options, accumulate=True)
+            grads = inner_grads(*options, accumulate=True)
+            set_grads(run.variables, [None] * len(grads))
+            # What the engine has put there, and not added, may be part of a cotangent, or of
+            # another gradient: what is added to it later would be added to both.
+            is_first = any(a is None and b is not None for a, b in zip(total, grads, strict=True))
+            return owned(grads, run.variables) if is_first else grads
         one = InnerPass("encode", self._arguments.path, run.variables, run.below)
         grads = one.guarded(partial(inner_grads, *options), create_graph=False)
         return list(map(_plus_, total, grads))

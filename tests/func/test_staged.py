@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -316,6 +317,29 @@ def test_gradients_of_another_dtype_than_their_parameter(
 def no_user_code() -> Any:
     """As in a process in which no hook was registered, and no Function is alive."""
     return mock.patch("gradkit.func._staged.user_code_may_run", return_value=False)
+
+
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("late", [True, False])
+def test_gradients_that_are_parts_of_one_cotangent(
+    device: torch.device, plain: bool, late: bool
+) -> None:
+    """The engine gives each parameter a view of it, to which the next chunk's is added."""
+    params = {k: torch.randn(2, 3, dtype=D, device=device).requires_grad_() for k in "abc"}
+    batch = torch.arange(18, dtype=D, device=device).view(6, 3)
+
+    def encode(params: Any, x: Tensor) -> Tensor:
+        both = params["a"].view_as(x) + params["b"].view(3, 2).view(2, 3) + x
+        return both + params["c"].view_as(x) if late and x[0, 0] < 6 else both
+
+    def loss(outputs: Tensor) -> Tensor:
+        return (outputs * torch.arange(18, dtype=D, device=device).view(6, 3)).sum()
+
+    step = func.staged_value_and_grads(encode, loss, chunk_size=2)
+    with no_user_code() if plain else nullcontext():
+        grads = step(params, batch)[1]
+    whole = loss(torch.cat([encode(params, chunk) for chunk in batch.split(2)]))
+    check(grads, whole, params)
 
 
 class ParameterSized(TorchDispatchMode):
