@@ -1,7 +1,7 @@
 """Make the pictures of the documentation anew: `make pictures`, a few minutes on one core.
 
-They are in the repository, so that the pages show them where nothing is built. The gallery's are
-from full runs of the examples.
+They are in the repository, so that the pages show them where nothing is built. Those of the gallery
+and of the proofs are from full runs of the scripts.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ EXAMPLES = (
     "per_sample_digits",
     "private_digits",
 )
+PROOFS = ("hyper_cleaning", "influence", "losses_surgery", "training_attribution")
 NOTEBOOKS = ("why_losses_fight", "learning_to_learn")
 INK, GREY = "#1f4e79", "#444444"
 
@@ -53,25 +54,27 @@ def main() -> None:
         "conflicts": draw_conflicts,
         "gram_memory": draw_gram_memory,
     }
-    for name in sys.argv[1:] or [*makers, *NOTEBOOKS, *EXAMPLES]:
+    for name in sys.argv[1:] or [*makers, *NOTEBOOKS, *EXAMPLES, *PROOFS]:
         if name in makers:
             makers[name]()
         elif name in NOTEBOOKS:
             draw_notebook(name)
+        elif name in PROOFS:
+            run_script(f"proof/{name}", "--plot", PICTURES / f"{name}.png")
         else:
-            run_example(name)
+            run_script(name, "--output", PICTURES)
 
 
 # --- The gallery, and the picture in the README --------------------------------------------------
 
 
-def run_example(name: str) -> None:
-    """Run an example in full, which saves its picture."""
-    script = ROOT / "examples" / f"{name}.py"
-    command = [sys.executable, str(script), "--output", str(PICTURES)]
+def run_script(script: str, option: str, output: Path) -> None:
+    """Run a script of the examples in full, which saves its picture."""
+    path = ROOT / "examples" / f"{script}.py"
+    command = [sys.executable, str(path), option, str(output)]
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | os.environ
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
-    shrink(PICTURES / f"{name}.png")
+    shrink(PICTURES / f"{path.stem}.png")
 
 
 def shrink(path: Path) -> None:

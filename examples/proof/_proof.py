@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from sklearn.datasets import load_digits
+from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -30,6 +31,12 @@ def parse(description: str | None, argv: Sequence[str] | None) -> argparse.Names
     if options.plot is not None:
         _figure()  # now, not after a minute
     return options
+
+
+def use_one_thread() -> None:
+    """Keep torch and scikit-learn to one thread: with matrices this small, more mostly wait."""
+    torch.set_num_threads(1)
+    threadpool_limits(1)
 
 
 def digits(seed: int) -> tuple[Tensor, Tensor]:

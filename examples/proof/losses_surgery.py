@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from _proof import conclude, digits, over_seeds, parse, save_plot, table
+from _proof import conclude, digits, over_seeds, parse, save_plot, table, use_one_thread
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -212,6 +212,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # With matrices this small, threads mostly wait for each other.
-    torch.set_num_threads(1)
+    use_one_thread()
     sys.exit(main())

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 # Imported before a group exists, so that it does not hold the group after its end.
 import torch.distributed.nn.functional  # noqa: F401
-from _proof import conclude, digits, parse, save_plot, table
+from _proof import conclude, digits, parse, save_plot, table, use_one_thread
 from torch import Tensor, nn
 from torch.autograd import backward
 from torch.multiprocessing.spawn import spawn
@@ -185,6 +185,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # With matrices this small, threads mostly wait for each other.
-    torch.set_num_threads(1)
+    use_one_thread()
     sys.exit(main())
