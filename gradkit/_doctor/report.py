@@ -109,10 +109,10 @@ class DoctorReport:
             installed = [f"{name} {version or 'missing'}" for name, version in packages.items()]
             lines.append(f"{'extra':9} {extra}: {', '.join(installed)}")
         for device in self.devices:
-            lines += ["", f"On {device}"]
+            lines += ["", f"On {device}: what torch does, and what gradkit returns"]
             lines += [str(finding) for finding in self.findings if finding.device == device]
         equal = [finding.equal for finding in self.findings]
-        summary = f"{sum(equal)} of {len(equal)} confusions are as expected"
+        summary = f"{sum(equal)} of {len(equal)} confusions gave the expected values"
         return "\n".join([*lines, "", f"{summary}, on {', '.join(self.devices)}"])
 
 

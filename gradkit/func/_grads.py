@@ -61,9 +61,9 @@ def value_and_grads(
         unused: The result for a tensor that no loss reaches: `"zeros"`, `"none"` (None, also for a
             frozen parameter), or `"error"`. torch.compile, which cannot tell, takes `"zeros"` only.
         create_graph: Whether the results carry the graph of all that they were computed from. None:
-            where that requires grad, as in torch.func; a derivative of them that torch would get
-            wrong raises `UnsupportedGraphError` when it is taken. True: it raises in this call.
-            False: they carry none, inside a transform, too: less time and memory for training.
+            where that requires grad, as in torch.func, so that a logged value keeps it in memory; a
+            derivative that torch would get wrong raises `UnsupportedGraphError` when it is taken.
+            True: it raises in this call. False: no graph, inside a transform, too: for training.
 
     Returns:
         A function of `fn`'s arguments that returns `(values, grads)`, or `((values, aux), grads)`.

@@ -59,7 +59,8 @@ def mean_value_and_grads(
         ...     adapted = gradkit.meta.unroll(lambda w, _, x: ((w - x) ** 2).sum(), w, [task], opt)
         ...     return ((adapted.params - task) ** 2).sum()
         >>> tasks = torch.tensor([[0.0], [2.0]])
-        >>> gradkit.meta.mean_value_and_grads(meta_loss, torch.tensor([1.0]), tasks)
+        >>> w = torch.tensor([1.0])
+        >>> gradkit.meta.mean_value_and_grads(meta_loss, w, tasks, create_graph=False)
         (tensor(0.2500), tensor([0.]))
 
     Args:
@@ -72,7 +73,7 @@ def mean_value_and_grads(
             by rounding only, but for what is drawn at random.
         has_aux: Whether `meta_loss_fn` returns `(loss, aux)`.
         randomness: As in `torch.vmap`: `"different"` for each task, `"same"`, or `"error"`.
-        create_graph: As in `gradkit.func.value_and_grads`; False for a training step.
+        create_graph: As in `gradkit.func.value_and_grads`; False for a training step or a log.
         group: A process group of torch.distributed, such as `torch.distributed.group.WORLD`: each
             rank passes its own tasks, of any number, and equal params; the means are over the
             tasks of all ranks. None is this process alone.

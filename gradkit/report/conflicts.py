@@ -81,7 +81,7 @@ class Conflicts(Report):
             return "No pair of losses conflicts."
         pairs = [f"{a} and {b} {cosine_text(cosine)}" for a, b, cosine in self.conflicting[:4]]
         count = len(self.conflicting)
-        text = f"{plural(count, 'pair')} in conflict, {self.share:.0%} of those that have an angle"
+        text = f"{plural(count, 'pair')} in conflict, {self.share:.0%} of pairs of nonzero gradients"
         clear = sum(cosine < -_CLEAR for *_, cosine in self.conflicting)
         if clear < count:
             text += f" ({clear or 'none'} below -{_CLEAR})"

@@ -85,7 +85,7 @@ ROWS = [
         "`func.per_loss_grads`, in a loop", cdist_by_rows,
     ),
     Row(
-        "the same by `torch.jit.script`",
+        "the same, the function compiled by `torch.jit.script`",
         [[-1.0, -1.0], [0.0, 0.0]], [[0.0, 0.0], [1.0, 1.0]],
         "`func.per_loss_grads`, in a loop", scripted_cdist_by_rows,
     ),

@@ -478,17 +478,18 @@ ROWS = [
     Row(
         "a second derivative of `f(w) + w**2`, `f` a cube that is `once_differentiable`",
         [2.0], [8.0], "`value_and_grads(..., create_graph=True)`", second_of_once_differentiable,
-        REFUSED, "differentiable",
+        REFUSED, "with a differentiable backward",
     ),
     Row(
-        "the same, its backward under `no_grad`, or in an unknown kernel",
+        "a second derivative of `f(w) + w**2`, `f` a cube whose backward is under `no_grad`, or in "
+        "an unknown kernel",
         [2.0], [8.0], "`value_and_grads(..., create_graph=True)`",
-        second_of_a_backward_without_grad, REFUSED, "differentiable",
+        second_of_a_backward_without_grad, REFUSED, "with a differentiable backward",
     ),
     Row(
-        "the same, `f` `torch.compile(lambda w: w.exp().sin().cos())`",
+        "a second derivative of `f(w) + w**2`, `f` `torch.compile(lambda w: w.exp().sin().cos())`",
         [2.0], [-1.4295], "`value_and_grads(..., create_graph=True)`",
-        second_of_a_compiled_function, REFUSED, "not compiled",
+        second_of_a_compiled_function, REFUSED, "without `torch.compile`",
     ),
     Row(
         "`grad` of the squares of the `jvp` of `layer_norm`",
@@ -508,7 +509,7 @@ ROWS = [
         "`value_and_grads(..., create_graph=True)`", second_of_logcumsumexp,
     ),
     Row(
-        "`grad` of `grad` of the same",
+        "`grad` of `grad` of `(events * torch.logcumsumexp(x, 0)).sum().square()`",
         [0.9979, 7.3739, 0.0], [0.4609, 5.9140, 0.0],
         "`func.value_and_grads`, nested", second_of_logcumsumexp_in_func,
     ),
@@ -528,7 +529,7 @@ ROWS = [
         53.39, 59.39, "`func.linearize`", linearized_jvp_of_cumprod,
     ),
     Row(
-        "the same, `f` `(grad(g)(a) * v).sum()`, `g` with `torch.linalg.eigvals(a)`",
+        "`vjp` of `vjp` of `jvp`, `f` `(grad(g)(a) * v).sum()`, `g` with `torch.linalg.eigvals(a)`",
         -25.98, 28.74, "`func.linearize`", linearized_jvp_of_eigvals, REFUSED,
         "of the gradient, times `v`",
         mended=mended_in("eigvals"),

@@ -356,17 +356,17 @@ ROWS = [
     ),
     Row(
         "a second derivative through `torch.cond`",
-        [0.0, 0.0], [-0.5605, 0.3555], _EAGER, second_of_cond, REFUSED, "an `if`",
+        [0.0, 0.0], [-0.5605, 0.3555], _EAGER, second_of_cond, REFUSED, "with an `if`",
     ),
     Row(
         "a second derivative through `scan`",
         [-0.1278, 0.0009], [-0.4894, 0.0605], _EAGER, second_of_scan, REFUSED,
-        "a loop",
+        "with a loop",
     ),
     Row(
         "a second derivative through `while_loop`",
         [-0.1502, 0.0873], [-0.2297, 0.1169], _EAGER, second_of_while_loop, REFUSED,
-        "a loop",
+        "with a loop",
     ),
     Row(
         "`torch.linalg.lu_solve`, under one `vmap` over factors and one over `b`",

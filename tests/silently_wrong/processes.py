@@ -305,7 +305,7 @@ ROWS = [
     Row(
         "`.backward()` after one `autograd.grad` in the first iteration, `static_graph=True`",
         [2.0], [10.0], "`value_and_grads(loss, params)`", shown(ddp_with_a_static_graph), REFUSED,
-        "after which `.backward()` is",
+        "`.backward()` after that",
     ),
     Row(
         "`grad(loss, params, materialize_grads=True)` of a `fully_shard` module",

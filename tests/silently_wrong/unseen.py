@@ -462,7 +462,7 @@ ROWS = [
         bessel_without_graph, same=True,
     ),
     Row(
-        "the same with `torch.special.airy_ai`",
+        "`grad((torch.special.airy_ai(w) + w**2).sum(), w)`",
         [2.0], [1.8409], UNCHECKED, airy_without_graph, same=True,
     ),
     Row(
@@ -497,19 +497,19 @@ ROWS = [
     ),
     Row(
         "`grad(checkpoint(lambda x: (w * x) ** 2, x), w)` at 2, where `x` is 3; `w` was "
-        "doubled since",
+        "doubled after the forward pass",
         [72.0], [36.0], BY_CHECKED, weight_stepped_after_a_checkpoint, same=True,
     ),
     Row(
-        "the same of `(w * x * b) ** 2`, a function that adds 1 to the buffer `b`",
+        "the same for `(w * x * b) ** 2`, where the function adds 1 to the buffer `b`",
         [144.0], [36.0], BY_CHECKED, buffer_written_in_a_checkpoint, same=True,
     ),
     Row(
-        "the same, `b` a random number of numpy",
+        "the same for `(w * x * b) ** 2`, where `b` is a random number of numpy",
         [9.431], [14.606], BY_CHECKED, numbers_of_numpy_in_a_checkpoint, same=True,
     ),
     Row(
-        "the same of `sin(w * x * v)`, `v` 5, with `v.requires_grad_()` between",
+        "the same for `sin(w * x * v)`, where `v` is 5, and `v.requires_grad_()` before the pass",
         [14.403], [2.314], BY_CHECKED, factor_that_is_unfrozen_after_a_checkpoint, same=True,
     ),
     Row(
