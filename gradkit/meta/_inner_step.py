@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import compress
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -26,6 +27,7 @@ from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree, user_code
 from gradkit._core.call import Losses
 from gradkit._core.graph import Subgraph, edge
+from gradkit._core.known_results import merged
 from gradkit._core.params import Grads, Tensors, expand_params
 from gradkit._core.pytree import PyTree
 from gradkit._core.results_without_graph import with_refused_derivatives
@@ -36,6 +38,7 @@ from gradkit._torch_bugs.node_formulas import holds_formulas
 from gradkit.errors import describe, message
 from gradkit.func import _make_functional as checkpoints
 from gradkit.func._arguments import Arguments, read_arguments
+from gradkit.func._checkpoint import Recomputation
 from gradkit.func._differentiate import LevelPasses, differentiate, parts_of, read_returned
 from gradkit.meta._builtin_optimizers import is_own_rule
 from gradkit.meta._optimizer import Optimizer, StateLists, check_grads, update
@@ -335,78 +338,28 @@ def _check_graph(loss: Tensor, variables: Tensors, *, create_graph: bool) -> Sub
 def run_recomputed(run: Steps, carry: Carry, inputs: StepInputs) -> StepOutputs:
     """Run steps without keeping their graph; gradients flow to the carry and the inputs."""
     tensors, rebuild = pytree.partition_tensors((carry, inputs))
-    segment = _Segment(run, rebuild, len(carry.tensors), RerunState(tensors))
-    outputs = _RecomputedSteps.apply(segment, *tensors)  # type: ignore[no-untyped-call]
-    return cast("StepOutputs", segment.rebuild_outputs(outputs))
+    state = RerunState(tensors)
+    leaves = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
+    for variable in leaves[: len(carry.tensors)]:
+        variable.requires_grad_()
+    with torch.enable_grad(), state.first_run():
+        done = run(*rebuild(leaves), create_graph=False)
+    outputs, rebuild_outputs = pytree.partition_tensors(done)
+    refuse_captured("loss_fn", Subgraph(outputs), leaves, state.made)
+    state.record_outputs(outputs)
+    # Statistics that required grad would be refused by batch norm in the next step.
+    constants = {id(x) for x in pytree.tensors(done.carry.buffers) if not x.requires_grad}
+    varies = [id(x) not in constants for x in outputs]
 
+    @contextmanager
+    def second_run(tensors: Sequence[Tensor]) -> Iterator[Tensors]:
+        with state.second_run() as second:
+            again = pytree.tensors(run(*rebuild(tensors), create_graph=True))
+            second.compare(again, "loss_fn")
+            yield list(compress(again, varies))
 
-@dataclass
-class _Segment:
-    """Some steps as a function of a list of tensors, the variables first, that runs twice."""
-
-    run: Steps
-    rebuild: Callable[[Iterable[Tensor]], Any]
-    variables: int  # the number of them
-    state: RerunState
-    rebuild_outputs: Callable[[Iterable[Tensor]], Any] = field(init=False)
-    constants: set[int] = field(init=False)  # the ids of the buffers that carry no graph
-
-    def _flat_run(self, tensors: Sequence[Tensor], *, create_graph: bool) -> Tensors:
-        steps_done = self.run(*self.rebuild(tensors), create_graph=create_graph)
-        buffers, _ = pytree.partition_tensors(steps_done.carry.buffers)
-        self.constants = {id(x) for x in buffers if not x.requires_grad}
-        outputs, self.rebuild_outputs = pytree.partition_tensors(steps_done)
-        return outputs
-
-    def values(self, tensors: Sequence[Tensor]) -> tuple[Tensors, Tensors]:
-        """Run the steps for their values; return them, and those that have no gradient."""
-        inputs = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
-        for variable in inputs[: self.variables]:
-            variable.requires_grad_()
-        with torch.enable_grad(), self.state.first_run():
-            outputs = self._flat_run(inputs, create_graph=False)
-        refuse_captured("loss_fn", Subgraph(outputs), inputs, self.state.made)
-        self.state.record_outputs(outputs)
-        values = [x.detach().clone() for x in outputs]
-        pairs = zip(values, outputs, strict=True)
-        return values, [value for value, x in pairs if id(x) in self.constants]
-
-    def grads(self, tensors: Tensors, cotangents: Sequence[Any], needed: Sequence[bool]) -> Grads:
-        """Run the steps a second time, and a backward pass through them."""
-        create_graph = torch.is_grad_enabled()
-        with torch.enable_grad(), self.state.second_run() as run:
-            if create_graph:
-                # Views: the pass ends at these steps, and does not go on through those before.
-                inputs = [t.view_as(t) if t.requires_grad else t for t in tensors]
-            else:
-                pairs = zip(tensors, needed, strict=True)
-                inputs = [t.detach().requires_grad_(need) for t, need in pairs]
-            variables = list(compress(inputs, needed))
-            outputs = self._flat_run(inputs, create_graph=True)
-            run.compare(outputs, "loss_fn")
-            below = Subgraph(outputs, stop={edge(variable).node for variable in variables})
-            if create_graph:
-                refuse_wrong_derivative(lambda: "loss_fn", variables, below)
-            one = InnerPass("loss_fn", "its input {}".format, variables, below, cotangents)
-            pull = partial(inner_grads, outputs, variables, cotangents, create_graph=create_graph)
-            reached = iter(one.guarded(pull, create_graph=create_graph))
-        return [next(reached) if need else None for need in needed]
-
-
-class _RecomputedSteps(torch.autograd.Function):
-    """A segment as one node of the graph."""
-
-    @staticmethod
-    def forward(ctx: Any, segment: _Segment, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.segment = segment
-        ctx.save_for_backward(*tensors)
-        ctx.set_materialize_grads(False)
-        values, constants = segment.values(tensors)
-        # Statistics that required grad would be refused by batch norm in the next step.
-        ctx.mark_non_differentiable(*constants)
-        return tuple(values)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
-        needed = ctx.needs_input_grad[1:]
-        return (None, *ctx.segment.grads(ctx.saved_tensors, cotangents, needed))
+    pairs = zip(outputs, varies, strict=True)
+    values = [x.detach() if may_vary else x.detach().clone() for x, may_vary in pairs]
+    recomputation = Recomputation("loss_fn", second_run)
+    results = recomputation.results(list(compress(values, varies)), tensors)
+    return cast("StepOutputs", rebuild_outputs(merged(values, varies, results)))
