@@ -29,7 +29,6 @@ from gradkit._state.grad_attribute import set_grads
 from gradkit._state.rerun import RerunState, recording_writes
 from gradkit._state.snapshot import put_back_on_error
 from gradkit.errors import OptionError, StructureError, UnsupportedGraphError, describe, message
-from gradkit.func import _make_functional as checkpoints
 from gradkit.func._arguments import Arguments, read_arguments
 from gradkit.func._differentiate import cast_to, detached
 from gradkit.func._errors import independent, named_errors
@@ -137,7 +136,7 @@ class _EncoderStage:
     def _run(self, chunk: PyTree) -> _EncodedChunk:
         with torch.enable_grad(), INSIDE:
             variables = [x.detach().requires_grad_() for x in self._arguments.variables]
-            before = checkpoints.before(variables)
+            before = recomputations.before(variables)
             with recording_writes():
                 returned = self._encode(*self._arguments.args_with(variables), chunk)
             recomputations.refuse(returned, before)

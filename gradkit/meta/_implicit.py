@@ -30,7 +30,6 @@ from gradkit._state.rerun import RerunState, recording_writes
 from gradkit._state.snapshot import put_back_on_error
 from gradkit._torch_bugs.monitor import ForwardMonitor, OpMonitor
 from gradkit.errors import describe, message, warn_fallback
-from gradkit.func import _make_functional as checkpoints
 from gradkit.func._checkpoint import ResultOfUserCode
 from gradkit.func._products import write_counts
 from gradkit.meta._inner_step import read_inner_params, read_loss, refuse_captured, runs_user_code
@@ -299,7 +298,7 @@ class _OptimalityCondition:
         return list(ResultOfUserCode.of(rule, [*minimum, *outer], minimum))
 
     def _run(self, at: Tensors, by: Tensors) -> tuple[Tensors, Subgraph]:
-        before = checkpoints.before([*at, *by])
+        before = recomputations.before([*at, *by])
         with recording_writes(), ForwardMonitor(), INSIDE:
             values = self.fn(at, by)
         recomputations.refuse(values, before)

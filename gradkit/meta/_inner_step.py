@@ -36,7 +36,6 @@ from gradkit._state.snapshot import Snapshot
 from gradkit._torch_bugs.monitor import ForwardMonitor
 from gradkit._torch_bugs.node_formulas import holds_formulas
 from gradkit.errors import describe, message
-from gradkit.func import _make_functional as checkpoints
 from gradkit.func._arguments import Arguments, read_arguments
 from gradkit.func._checkpoint import Recomputation
 from gradkit.func._differentiate import LevelPasses, differentiate, parts_of, read_returned
@@ -263,7 +262,7 @@ class InnerStep:
             variables = [
                 t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in tensors
             ]
-            before, hooks = checkpoints.before(variables), user_code.hooks_made()
+            before, hooks = recomputations.before(variables), user_code.hooks_made()
             with recording_writes(), ForwardMonitor(), INSIDE:
                 loss, aux = loss_fn(self.params.tree(variables))
             recomputations.refuse((loss, aux), before)
