@@ -126,12 +126,9 @@ class Recomputation:
         sources = [*tensors, *(x for x in cotangents if x is not None)]
         create = torch.is_grad_enabled() and any(map(carries_graph, sources))
 
-        def of(outputs: Tensors, variables: Tensors) -> Grads:
-            return inner_grads(outputs, variables, cotangents, create_graph=create)
-
         def in_level(variables: Tensors, _: int) -> list[Grads]:
             with self.second_run(merged(tensors, needed, variables)) as outputs, INSIDE:
-                return [of(outputs, variables)]
+                return [inner_grads(outputs, variables, cotangents, create_graph=create)]
 
         if transforms():
             point = list(compress(tensors, needed))
@@ -150,7 +147,7 @@ class Recomputation:
                 if create:
                     refuse_wrong_derivative(lambda: self.name, variables, below)
                 one = InnerPass(self.name, "its input {}".format, variables, below, cotangents)
-                grads = one.guarded(partial(of, outputs, variables), create_graph=create)
+                grads = one.grads(outputs, create_graph=create)
         return merged([None] * len(needed), needed, grads)
 
     def _tangents(self, tensors: Sequence[Tensor], tangents: Sequence[Any]) -> Sequence[Any]:

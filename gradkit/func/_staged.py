@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -151,20 +150,18 @@ class _EncoderStage:
 
     def _add_pass(self, run: _EncodedChunk, seeds: Sequence[Tensor], total: Grads) -> Grads:
         eager_graph.refuse_nodes(map(type, run.below.nodes), "encode")
-        options = run.outputs, run.variables, seeds
         dtypes = [variable.dtype for variable in run.variables]
         if not user_code_may_run() and dtypes == list(self._arguments.dtypes):
             # Each is added as it arrives: the gradients of a chunk are never there all at once.
             set_grads(run.variables, total)
-            grads = inner_grads(*options, accumulate=True)
+            grads = inner_grads(run.outputs, run.variables, seeds, accumulate=True)
             set_grads(run.variables, [None] * len(grads))
             # What the engine has put there, and not added, may be part of a cotangent, or of
             # another gradient: what is added to it later would be added to both.
             is_first = any(a is None and b is not None for a, b in zip(total, grads, strict=True))
             return owned(grads, run.variables) if is_first else grads
-        one = InnerPass("encode", self._arguments.path, run.variables, run.below)
-        grads = one.guarded(partial(inner_grads, *options), create_graph=False)
-        return list(map(_plus_, total, grads))
+        one = InnerPass("encode", self._arguments.path, run.variables, run.below, seeds)
+        return list(map(_plus_, total, one.grads(run.outputs)))
 
 
 _INSIDE_A_TRANSFORM = message(

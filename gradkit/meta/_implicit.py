@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from gradkit import errors, tree
-from gradkit._autograd.engine import inner_grads
 from gradkit._autograd.passes import InnerPass
 from gradkit._checks import eager_graph, recomputations
 from gradkit._checks.higher_derivatives import refuse_wrong_derivative
@@ -377,9 +376,8 @@ def _as_leaves(tensors: Sequence[Tensor]) -> Tensors:
 def _inner_gradient(loss: Tensor, at: Tensors, below: Subgraph) -> Tensors:
     """Return the gradient with respect to the minimum, to be differentiated again."""
     one = InnerPass("inner_loss", "params, variable {}".format, at, below)
-    run = partial(inner_grads, [loss], at, create_graph=True)
     with recording_writes():
-        return _or_zeros(one.guarded(run, create_graph=True), at)
+        return _or_zeros(one.grads([loss], create_graph=True), at)
 
 
 def _transposed_product(
@@ -409,9 +407,7 @@ def _pull(
     if user_code_may_run() and not create_graph:  # which may write on a solver's vector
         cotangents = [x.clone() for x in cotangents]
     one = InnerPass("matvec(u)", f"{root}, variable {{}}".format, inputs, below, cotangents)
-    options: Any = {"create_graph": create_graph, "retain_graph": True}
-    run = partial(inner_grads, outputs, inputs, cotangents, **options)
-    return one.guarded(run, create_graph=create_graph)
+    return one.grads(outputs, create_graph=create_graph, retain_graph=True)
 
 
 def _or_zeros(grads: Sequence[Tensor | None], at: Tensors) -> Tensors:

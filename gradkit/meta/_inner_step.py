@@ -268,9 +268,8 @@ class InnerStep:
             recomputations.refuse((loss, aux), before)
             below = _check_graph(loss, variables, create_graph=twice)
             options: Any = {"create_graph": twice, "retain_graph": create_graph}
-            run = partial(inner_grads, [loss], variables, **options)
             if below is None:
-                grads = run()
+                grads = inner_grads([loss], variables, **options)
             else:
                 one = InnerPass("the inner loss", self.params.path, variables, below)
                 made = None if twice or self.first_order else what_first_run_made()
@@ -279,7 +278,7 @@ class InnerStep:
                     grads = _first_pass_of_two(one, loss, inputs, made)
                 else:
                     with recording_writes():
-                        grads = one.guarded(run, create_graph=twice)
+                        grads = one.grads([loss], **options)
         if all(grad is None for grad in grads):
             expected = "a loss computed from params"
             got = "one that does not depend on them: loss_fn uses a module, or tensors, from "
@@ -307,9 +306,8 @@ class InnerStep:
 
 def _first_pass_of_two(one: InnerPass, loss: Tensor, inputs: Tensors, made: IsMade) -> Grads:
     """Return constant gradients; raise if their graph, which the second run makes, ends outside."""
-    run = partial(inner_grads, [loss], one.variables, create_graph=True)
     with recording_writes():
-        grads = one.guarded(run, create_graph=True)
+        grads = one.grads([loss], create_graph=True)
     stop = {edge(x).node for x in inputs if x.requires_grad}
     below = Subgraph([grad for grad in grads if grad is not None], stop=stop)
     refuse_captured("loss_fn", below, inputs, made)
