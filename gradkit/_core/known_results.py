@@ -52,11 +52,8 @@ class Result(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.rule, ctx.first = inputs[0], 2 + inputs[1]
-        tensors = inputs[ctx.first :]
-        ctx.save_for_backward(*tensors)
-        with torch.enable_grad(), forward_mode_on(), INSIDE:
-            # The tangents of the level of a jvp come apart.
-            ctx.save_for_forward(*map(without_innermost_tangent, tensors))
+        ctx.save_for_backward(*inputs[ctx.first :])
+        ctx.save_for_forward(*inputs[ctx.first :])
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -70,8 +67,9 @@ class Result(Function):
     def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
         if ctx.rule.tangents is None:
             return Function.jvp(ctx, *tangents)  # raises
-        with forward_mode_on(), INSIDE:
-            return tuple(ctx.rule.tangents(ctx.saved_tensors, tangents[ctx.first :]))
+        with forward_mode_on(), INSIDE:  # transforms around this one would lose theirs here
+            primals = list(map(without_innermost_tangent, ctx.saved_tensors))
+            return tuple(ctx.rule.tangents(primals, tangents[ctx.first :]))
 
 
 def merged(base: Sequence[Any], where: Iterable[object], values: Iterable[Any]) -> list[Any]:

@@ -36,7 +36,6 @@ from gradkit._state.module_state import ModuleSnapshot, alone_with, modules_put_
 from gradkit._state.rerun import RerunState, recording_writes
 from gradkit._torch_bugs.monitor import ForwardMonitor, OpMonitor
 from gradkit.errors import GradkitError, UnsupportedGraphError, describe, message
-from gradkit.func._differentiate import detached_but_tangents as _detached
 from gradkit.func._errors import named_errors
 
 
@@ -125,6 +124,7 @@ class Recomputation:
         tensors = list(map(levels.without_ended_levels, tensors))
         sources = [*tensors, *(x for x in cotangents if x is not None)]
         create = torch.is_grad_enabled() and any(map(carries_graph, sources))
+        cut = levels.detach_keep_tangent
 
         def in_level(variables: Tensors, _: int) -> list[Grads]:
             with self.second_run(merged(tensors, needed, variables)) as outputs, INSIDE:
@@ -133,13 +133,13 @@ class Recomputation:
         if transforms():
             point = list(compress(tensors, needed))
             with levels.compiled_autograd_disabled():
-                grads = levels.run_in_level(in_level, point if create else _detached(point))[0]
+                grads = levels.run_in_level(in_level, point if create else list(map(cut, point)))[0]
             return merged([None] * len(needed), needed, grads)
         with torch.enable_grad(), INSIDE:
             # Views: the pass ends here, and does not go on through what was before.
             inputs = [
-                x.view_as(x) if create and x.requires_grad else cut.requires_grad_(need)
-                for x, cut, need in zip(tensors, _detached(tensors), needed, strict=True)
+                x.view_as(x) if create and x.requires_grad else cut(x).requires_grad_(need)
+                for x, need in zip(tensors, needed, strict=True)
             ]
             variables = list(compress(inputs, needed))
             with self.second_run(inputs) as outputs, INSIDE:
