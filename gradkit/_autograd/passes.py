@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from gradkit._autograd import jacobian
+from gradkit._autograd import engine, jacobian
 from gradkit._autograd.arrival_copies import (
     ArrivalCapture,
     WriteFinder,
@@ -22,7 +22,6 @@ from gradkit._autograd.arrival_copies import (
     memory_address,
     without_shared_memory,
 )
-from gradkit._autograd.engine import own_roots, recording, run_backward, run_batch, run_grad
 from gradkit._autograd.release import plan_release, release
 from gradkit._autograd.sample_pass import Uses, run_samples, uses_by_loss
 from gradkit._checks.checked import is_checked, step_monitor
@@ -83,6 +82,14 @@ class InnerPass:
     variables: Sequence[Tensor]  # what it differentiates with respect to
     below: Subgraph  # of its roots
     cotangents: Sequence[Tensor | None] = ()  # of its roots, if the caller has made them
+
+    def grads(
+        self, roots: Sequence[Tensor], *, create_graph: bool = False, retain_graph: bool = False
+    ) -> list[Tensor | None]:
+        """Return the gradient of the roots by each variable."""
+        options = {"create_graph": create_graph, "retain_graph": retain_graph or create_graph}
+        run = partial(engine.inner_grads, roots, self.variables, self.cotangents or None, **options)
+        return self.guarded(run, create_graph=create_graph)
 
     def guarded(
         self, run: Callable[[], list[Tensor | None]], *, create_graph: bool
@@ -150,15 +157,15 @@ class PassRunner:
         copied: list[Tensor] = []
         versions: dict[int, int] = {}
         if not bits & GUARDED:
-            grads = run_grad(call, outputs, variables, seeds, retain_graph=retain)
+            grads = engine.run_grad(call, outputs, variables, seeds, retain_graph=retain)
         else:
             copied = self.look_for_hooks(variables)
             args = outputs, seeds, variables
-            with recording(call) if bits & RECORDED else INSIDE, INSIDE:
+            with engine.recording(call) if bits & RECORDED else INSIDE, INSIDE:
                 if copied or bits & (OBSERVED | RETAINED):
                     grads, versions = self._captured_grads(*args, copied, retain=retain)
                 else:
-                    grads = run_grad(call, outputs, variables, seeds, retain_graph=retain)
+                    grads = engine.run_grad(call, outputs, variables, seeds, retain_graph=retain)
         # The pass itself may have registered the first hook of the process.
         if (bits & USER_CODE or hooks_registered()) and len(copied) < len(variables):
             versions |= grad_versions(variables, grads, copied)
@@ -203,13 +210,13 @@ class PassRunner:
             capture = ArrivalCapture(variables, copied, stack, create_graph=create, finder=finder)
             roots = outputs
             if capture.needs_number:
-                roots = stack.enter_context(own_roots(outputs, capture.own_pass.append))
+                roots = stack.enter_context(engine.own_roots(outputs, capture.own_pass.append))
             if finder is not None and around(self.call) & USER_CODE:
                 nodes = self.call.whole.nodes
                 stack.enter_context(without_shared_memory(nodes, finder.note_copy))
                 seeds = [None if seed is None else seed.clone() for seed in seeds]
             with finder or nullcontext(), INSIDE:
-                grads = run_grad(self.call, roots, inputs, seeds, retain_graph=retain)
+                grads = engine.run_grad(self.call, roots, inputs, seeds, retain_graph=retain)
             if finder is not None:
                 finder.report(self.call.params_of(variables))
             if monitor is not None:
@@ -235,8 +242,8 @@ class PassRunner:
         """Return the gradients of a vmapped pass, which keeps the graph; they may share memory."""
         # From seeds of shape `[B, *output.shape]` to gradients of shape `[B, *variable.shape]`.
         if not self.call.no_subclasses:
-            with recording(self.call) if self.call.create_graph else INSIDE, INSIDE:
-                return run_grad(
+            with engine.recording(self.call) if self.call.create_graph else INSIDE, INSIDE:
+                return engine.run_grad(
                     self.call,
                     [output],
                     variables,
@@ -245,7 +252,7 @@ class PassRunner:
                     is_grads_batched=True,
                 )
         with batched_mode() as level, hooks_refused():
-            grads = run_batch(self.call, [output], variables, [as_batch(seeds, level)])
+            grads = engine.run_batch(self.call, [output], variables, [as_batch(seeds, level)])
             with without_function_modes(), INSIDE:
                 size = len(seeds)
                 return [None if grad is None else from_batch(grad, level, size) for grad in grads]
@@ -259,7 +266,7 @@ class PassRunner:
         retain: bool,
     ) -> None:
         """Run one pass that accumulates into `.grad` of some leaves, or of all if None."""
-        run_backward(self.call, outputs, seeds, variables, retain_graph=retain)
+        engine.run_backward(self.call, outputs, seeds, variables, retain_graph=retain)
 
 
 RunnerFactory: TypeAlias = Callable[..., PassRunner]

@@ -12,8 +12,8 @@ from gradkit._compat.autograd import may_have_node
 from gradkit._compat.distributed import is_dtensor
 from gradkit._compat.dynamo import any_compiled, compiled_together
 from gradkit._core.call import Call, Grads, Losses, Pass
-from gradkit._core.constant_function import ZERO_DERIVATIVE_NODE
 from gradkit._core.graph import Subgraph, edge, has_rebuilt_history, was_used_before_change
+from gradkit._core.known_results import ZERO_DERIVATIVE_NODE
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.params import Params
 from gradkit.errors import UnreachedParamError, UnsupportedGraphError, describe, message

@@ -37,7 +37,7 @@ class StateBeforeCall:
     """The state before a call."""
 
     frames: int  # how many checkpoints wait to recompute, plus a constant
-    nodes: set[Node]  # where the graphs of the call's inputs begin, which are not the call's
+    nodes: Iterable[Node]  # where the graphs of the call's inputs begin, which are not the call's
     # The unpack hook around it: that of a checkpoint of the whole call, say, which recomputes the
     # call and not the module.
     outer: object
@@ -48,9 +48,12 @@ def before(inputs: PyTree) -> StateBeforeCall | None:
     # Inside a derivative of torch.func, a checkpoint raises by itself.
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or differentiated():
         return None
-    nodes = {graph.edge(tensor).node for tensor in _differentiable(inputs)}
+    # The nodes of now: an operation in place replaces them. An edge costs some microseconds, and
+    # `refuse` asks for none where no checkpoint exists.
+    nodes = [(x, x.grad_fn) for x in _differentiable(inputs)]
+    lazy = (graph.edge(x).node if node is None else node for x, node in nodes)
     hooks = default_hooks() or (None, None)
-    return StateBeforeCall(checkpoints.frames_waiting(), nodes, hooks[1])
+    return StateBeforeCall(checkpoints.frames_waiting(), lazy, hooks[1])
 
 
 def refuse(out: PyTree, snapshot: StateBeforeCall | None) -> None:

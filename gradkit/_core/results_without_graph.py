@@ -17,8 +17,8 @@ from torch import Tensor
 
 from gradkit._compat.autograd import current_pass, run_in_place_of_backward
 from gradkit._compat.transforms import is_of_ended_transform, layers, recording_levels, transforms
-from gradkit._core.constant_function import attach
 from gradkit._core.graph import Subgraph, metadata
+from gradkit._core.known_results import attach
 from gradkit._core.params import Grads
 from gradkit._core.user_code import Cotangents, functions_alive, register_own_hooks, user_functions
 

@@ -21,8 +21,8 @@ from gradkit._compat import distributed
 from gradkit._compat.autograd import forward_class, tensor_hooks
 from gradkit._compat.transforms import transforms
 from gradkit._compat.undoing import INSIDE
-from gradkit._core.constant_function import accumulate_grad_nodes
 from gradkit._core.graph import edge
+from gradkit._core.known_results import accumulate_grad_nodes
 from gradkit._core.ownership import PLAIN_TYPES
 
 CapturedObject: TypeAlias = Tensor | nn.Module | Generator
@@ -278,14 +278,6 @@ def _free_threaded() -> bool:
     return enabled is not None and not enabled()
 
 
-_GRADKIT_MODULES = {
-    "gradkit._core.constant_function",
-    "gradkit._torch_bugs.attention",
-    "gradkit._torch_bugs.node_formulas",
-    "gradkit._torch_bugs.special_functions",
-}
-
-
 def user_functions(kinds: Iterable[type]) -> list[type]:
     """Return the types among `kinds` whose backward is code of the user's."""
     return [k for k in kinds if issubclass(k, BackwardCFunction) and not _from_torch(k)]
@@ -310,7 +302,7 @@ def _from_torch(kind: Any) -> bool:
     module: str = forward.__module__
     if module.startswith("torch._library"):  # may run what the user gave to register_autograd
         return bool(kind.__name__.startswith(_TORCH_OPERATORS))
-    if module in _GRADKIT_MODULES:  # not meta: a step runs user code
+    if module == accumulate_grad_nodes.__module__:  # others of gradkit's run code of the user's
         return True
     if not module.startswith("torch.") or forward.__name__ in _NOT_TWICE_DIFFERENTIABLE:
         return False

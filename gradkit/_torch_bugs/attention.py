@@ -6,7 +6,7 @@ in a pass, so that what is kept is linear in the length.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import compress
 from types import FunctionType
@@ -14,7 +14,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.func import jvp, vjp
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -26,10 +25,10 @@ from gradkit._compat.transforms import (
     forward_mode_on,
     transforms,
     without_default_hooks,
-    without_innermost_tangent,
 )
 from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
+from gradkit._core.known_results import Grads, Result, Rule, merged
 
 _fused: Any = functional.scaled_dot_product_attention
 _multi_head: Any = functional.multi_head_attention_forward
@@ -108,63 +107,36 @@ def _formula(
 
 
 def recomputed(fn: Callable[..., Tensors], *tensors: Tensor) -> Tensors:
-    """Return what a function of tensors does, of which a graph keeps nothing but the tensors."""
+    """Return what a function of tensors does; it runs again in a pass, as its derivatives do."""
     if not any(map(carries_graph, tensors)):
         return fn(*tensors)
-    made: Tensors = _Recomputed.apply(fn, *tensors)  # type: ignore[no-untyped-call]
-    return made
+    return Result.of(Rule(partial(_grads, fn), partial(_tangents, fn), fn), tensors)
 
 
-class _Recomputed(Function):
-    """A function that runs again in a pass; its derivatives do so, too."""
+def _grads(
+    fn: Callable[..., Tensors], tensors: Sequence[Tensor], needed: Sequence[bool], cotangents: Grads
+) -> Grads:
+    count, arrived = len(tensors), [cotangent is not None for cotangent in cotangents]
 
-    generate_vmap_rule = True
+    def pull(*every: Tensor) -> Tensors:
+        def of(*variables: Tensor) -> Tensors:
+            return tuple(compress(fn(*merged(every[:count], needed, variables)), arrived))
 
-    @staticmethod
-    def forward(fn: Callable[..., Tensors], *tensors: Tensor) -> Tensors:
-        return fn(*tensors)
+        with without_default_hooks():
+            return tuple(vjp(of, *compress(every, needed))[1](every[count:]))
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-        ctx.fn, *tensors = inputs
-        ctx.save_for_backward(*tensors)
-        with forward_mode_on(), INSIDE:  # the tangents of the level of a jvp come apart
-            ctx.save_for_forward(*map(without_innermost_tangent, tensors))
+    grads = recomputed(pull, *tensors, *compress(cotangents, arrived))
+    return merged([None] * count, needed, grads)
 
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        needed = ctx.needs_input_grad[1:]
-        pull = partial(_pulled, ctx.fn, needed)
-        grads = iter(recomputed(pull, *ctx.saved_tensors, *cotangents))
-        return None, *(next(grads) if need else None for need in needed)
 
-    @staticmethod
-    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Any:
-        moves = [tangent is not None for tangent in tangents]
-        push = partial(_pushed, ctx.fn, moves)
+def _tangents(fn: Callable[..., Tensors], tensors: Sequence[Tensor], tangents: Grads) -> Tensors:
+    count, moves = len(tensors), [tangent is not None for tangent in tangents]
+
+    def push(*every: Tensor) -> Tensors:
+        def of(*variables: Tensor) -> Tensors:
+            return fn(*merged(every[:count], moves, variables))
+
         with forward_mode_on(), INSIDE:
-            return recomputed(push, *ctx.saved_tensors, *compress(tangents, moves))  # type: ignore[arg-type]
+            return tuple(jvp(of, tuple(compress(every, moves)), every[count:])[1])
 
-
-def _pulled(fn: Callable[..., Tensors], varies: Sequence[bool], *every: Tensor) -> Tensors:
-    """Return the gradients of what varies, of a function's arguments and its cotangents."""
-    tensors, cotangents = every[: len(varies)], every[len(varies) :]
-    with without_default_hooks():
-        pull = vjp(partial(_of, fn, varies, tensors), *compress(tensors, varies))[1]
-        return tuple(pull(cotangents))
-
-
-def _pushed(fn: Callable[..., Tensors], varies: Sequence[bool], *every: Tensor) -> Tensors:
-    """Return the tangents of a function's results, of its arguments and the tangents of some."""
-    tensors, tangents = every[: len(varies)], every[len(varies) :]
-    of = partial(_of, fn, varies, tensors)
-    with forward_mode_on(), INSIDE:
-        return tuple(jvp(of, tuple(compress(tensors, varies)), tangents)[1])
-
-
-def _of(
-    fn: Callable[..., Tensors], varies: Iterable[bool], tensors: Tensors, *variables: Tensor
-) -> Tensors:
-    rest = iter(variables)
-    pairs = zip(tensors, varies, strict=True)
-    return fn(*(next(rest) if moves else tensor for tensor, moves in pairs))
+    return recomputed(push, *tensors, *compress(tangents, moves))

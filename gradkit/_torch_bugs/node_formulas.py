@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import compress
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.func import vjp
 from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
@@ -18,6 +18,7 @@ from gradkit._compat.nodes import saved, saved_ints, saved_or
 from gradkit._compat.transforms import transforms, without_default_hooks
 from gradkit._compat.undoing import INSIDE, undone
 from gradkit._core.graph import Subgraph
+from gradkit._core.known_results import Grads, Result, Rule, merged
 from gradkit._core.user_code import Cotangents, hooks_registered, register_own_hooks, remove_hooks
 from gradkit._torch_bugs.attention import attention
 from gradkit._torch_bugs.formulas import logcumsumexp, weight_norm
@@ -80,11 +81,11 @@ def _by_formula(node: Any, grads: Cotangents, cotangents: Cotangents) -> Cotange
     if hooks_registered() and not transforms():
         _refuse_changed(node, grads, cotangent)
     formula, inputs = NODE_FORMULAS[type(node).__name__](node)
-    indices = [index for index, grad in enumerate(grads) if grad is not None]
+    are_made = [grad is not None for grad in grads]
     # Detached: torch's own derivative of them raises, even where nothing flows into it.
     present = [grad.detach() for grad in grads if grad is not None]
-    made = iter(_ByFormula.apply(formula, indices, cotangent, *inputs, *present))  # type: ignore[no-untyped-call]
-    return tuple(None if grad is None else next(made) for grad in grads)
+    rule = Rule(partial(_grads_of_grads, formula, are_made))
+    return tuple(merged(grads, are_made, Result.of(rule, [cotangent, *inputs], present)))
 
 
 def _refuse_changed(node: Any, grads: Cotangents, cotangent: Tensor) -> None:
@@ -101,27 +102,15 @@ def _refuse_changed(node: Any, grads: Cotangents, cotangent: Tensor) -> None:
                 raise UnsupportedGraphError(message(f"a hook on {name}", expected, got, fix))
 
 
-class _ByFormula(Function):
-    """The identity of gradients, whose derivative is that of a formula's gradients."""
+def _grads_of_grads(
+    formula: Formula, are_made: list[bool], tensors: Sequence[Tensor], _: Any, cotangents: Grads
+) -> Grads:
+    """Return the gradients, by the cotangent of a node and its inputs, of the node's gradients."""
+    arrived = [cotangent is not None for cotangent in cotangents]
 
-    generate_vmap_rule = True
+    def grads(cotangent: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        made = compress(vjp(formula, *inputs)[1](cotangent), are_made)
+        return tuple(compress(made, arrived))
 
-    @staticmethod
-    def forward(formula: Formula, indices: list[int], *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(grad.clone() for grad in tensors[-len(indices) :])
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.formula, ctx.indices = inputs[:2]
-        ctx.save_for_backward(*inputs[2 : -len(output)])
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        def grads(cotangent: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-            every = vjp(ctx.formula, *inputs)[1](cotangent)
-            return tuple(every[index] for index in ctx.indices)
-
-        with without_default_hooks():
-            pull = vjp(grads, *ctx.saved_tensors)[1]
-            pulled = pull(cotangents)
-        return None, None, *pulled, *[None] * len(ctx.indices)
+    with without_default_hooks():
+        return vjp(grads, *tensors)[1](tuple(compress(cotangents, arrived)))  # type: ignore[no-any-return]

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
-from gradkit._compat.transforms import forward_mode_on, layers, without_innermost_tangent
+from gradkit._compat.transforms import layers
+from gradkit._core.known_results import Result, Rule
 from gradkit.errors import UnsupportedGraphError, message
 
 Operation = Callable[..., Any]
@@ -33,10 +33,19 @@ class Family:
     half: float = 0.0  # 1 / 2 for spherical ones
     scaled: bool = False  # by exp(x)
 
+    def at(self, n: int, x: Tensor) -> Tensor:
+        """Return f_n(x), differentiable."""
+        # With tangents of its own: transforms around this one would lose theirs here.
+        rule = Rule(
+            lambda saved, _, cotangents: [cotangents[0] * self.slope(n, saved[0])],
+            lambda saved, tangents: [tangents[0] * self.slope(n, saved[0])],
+            lambda x: [self.value(n, x)],
+        )
+        return Result.of(rule, [x])[0]
+
     def slope(self, n: int, x: Tensor) -> Tensor:
         """Return the derivative of f_n, differentiable itself."""
-        f: Callable[[int, Tensor], Tensor] = partial(_Bessel.apply, self)
-        m = n + self.half
+        f, m = self.at, n + self.half
         if n == 0:
             slope = self.above * f(1, x)
         else:
@@ -72,41 +81,12 @@ class Family:
         return total
 
 
-class _Bessel(Function):
-    """f_n(x) of a family."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(family: Family, n: int, x: Tensor) -> Tensor:
-        return family.value(n, x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Family, int, Tensor], output: Tensor) -> None:
-        ctx.family, ctx.n, x = inputs
-        ctx.save_for_backward(x)
-        ctx.save_for_forward(x)
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[None, None, Tensor]:
-        (x,) = ctx.saved_tensors
-        return None, None, cotangent * ctx.family.slope(ctx.n, x)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Tensor:
-        # Without this, transforms around this one would lose their tangents here.
-        (x,) = ctx.saved_tensors
-        with forward_mode_on():
-            along: Tensor = tangents[-1] * ctx.family.slope(ctx.n, without_innermost_tangent(x))
-            return along
-
-
 def _bessel(family: Family, n: int, operation: Operation, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         _refuse(operation, "in a compiled function", "call it outside of what is compiled")
     _refuse_out(operation, kwargs)
     (x,) = (*args, *kwargs.values())
-    return _Bessel.apply(family, n, x)  # type: ignore[no-untyped-call]
+    return family.at(n, x)
 
 
 # f(k, x, p_k, p_{k-1}) is the polynomial after these.

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, compress
 from types import CellType
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.autograd import Function, forward_ad
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from gradkit._autograd.engine import inner_grads
@@ -26,6 +27,7 @@ from gradkit._core import pytree, user_code
 from gradkit._core.call import check_function
 from gradkit._core.grad_recorder import observed_tensors
 from gradkit._core.graph import Subgraph, edge
+from gradkit._core.known_results import Result, Rule, merged
 from gradkit._core.params import Grads, Tensors, refuse_distributed
 from gradkit._core.pytree import PyTree, Structure
 from gradkit._core.user_code import captured_by
@@ -34,7 +36,6 @@ from gradkit._state.module_state import ModuleSnapshot, alone_with, modules_put_
 from gradkit._state.rerun import RerunState, recording_writes
 from gradkit._torch_bugs.monitor import ForwardMonitor, OpMonitor
 from gradkit.errors import GradkitError, UnsupportedGraphError, describe, message
-from gradkit.func._differentiate import detached_but_tangents as _detached
 from gradkit.func._errors import named_errors
 
 
@@ -98,6 +99,70 @@ def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
             return named_errors(_Rerun(fn, args, kwargs, roots, modules).first_run)
 
     return call
+
+
+class ResultOfUserCode(Result):
+    """Results whose rule runs code of the user's."""
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """A function of tensors that runs again in a pass, where its results are differentiated."""
+
+    name: str  # of it, in errors
+    # Runs it again, and yields those of its results that may have a gradient.
+    second_run: Callable[[Sequence[Tensor]], AbstractContextManager[Tensors]]
+
+    def results(self, values: Tensors, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+        """Return copies of what the first run has computed from tensors, with one node as graph."""
+        return ResultOfUserCode.of(Rule(self._grads, self._tangents), tensors, values)
+
+    def _grads(
+        self, tensors: Sequence[Tensor], needed: Sequence[bool], cotangents: Sequence[Any]
+    ) -> Grads:
+        """Return the gradients of the tensors that need one, from a pass through a second run."""
+        tensors = list(map(levels.without_ended_levels, tensors))
+        sources = [*tensors, *(x for x in cotangents if x is not None)]
+        create = torch.is_grad_enabled() and any(map(carries_graph, sources))
+        cut = levels.detach_keep_tangent
+
+        def in_level(variables: Tensors, _: int) -> list[Grads]:
+            with self.second_run(merged(tensors, needed, variables)) as outputs, INSIDE:
+                return [inner_grads(outputs, variables, cotangents, create_graph=create)]
+
+        if transforms():
+            point = list(compress(tensors, needed))
+            with levels.compiled_autograd_disabled():
+                grads = levels.run_in_level(in_level, point if create else list(map(cut, point)))[0]
+            return merged([None] * len(needed), needed, grads)
+        with torch.enable_grad(), INSIDE:
+            # Views: the pass ends here, and does not go on through what was before.
+            inputs = [
+                x.view_as(x) if create and x.requires_grad else cut(x).requires_grad_(need)
+                for x, need in zip(tensors, needed, strict=True)
+            ]
+            variables = list(compress(inputs, needed))
+            with self.second_run(inputs) as outputs, INSIDE:
+                below = Subgraph(outputs, stop={edge(x).node for x in variables})
+                if create:
+                    refuse_wrong_derivative(lambda: self.name, variables, below)
+                one = InnerPass(self.name, "its input {}".format, variables, below, cotangents)
+                grads = one.grads(outputs, create_graph=create)
+        return merged([None] * len(needed), needed, grads)
+
+    def _tangents(self, tensors: Sequence[Tensor], tangents: Sequence[Any]) -> Sequence[Any]:
+        moves = [x is not None for x in tangents]
+        point, directions = compress(tensors, moves), compress(tangents, moves)
+
+        def fn(*variables: Tensor) -> tuple[Tensor, ...]:
+            with self.second_run(merged(tensors, moves, variables)) as outputs, INSIDE:
+                return tuple(outputs)
+
+        with torch.enable_grad(), INSIDE:
+            if transforms():
+                return torch.func.jvp(fn, tuple(point), tuple(directions))[1]  # type: ignore[no-any-return]
+            outputs = fn(*map(forward_ad.make_dual, point, directions))
+            return [forward_ad.unpack_dual(x).tangent for x in outputs]  # type: ignore[no-untyped-call]
 
 
 class _Rerun:
@@ -188,8 +253,8 @@ class _Rerun:
         values = [x.detach() for x in compress(outputs, self._differentiable)]
         if not values:
             return outputs
-        made = _Checkpoint.apply(self, len(values), *values, *operands)  # type: ignore[no-untyped-call]
-        return _merged(outputs, self._differentiable, made)
+        made = Recomputation("fn", self._second_run).results(values, operands)
+        return merged(outputs, self._differentiable, made)
 
     def _read(self, out: Any) -> tuple[Tensors, _Layout, Callable[[Iterable[Tensor]], PyTree]]:
         """Return the tensors that a run has returned, and assigned to attributes."""
@@ -222,7 +287,7 @@ class _Rerun:
                 yield
 
     @contextmanager
-    def second_run(self, tensors: Sequence[Tensor]) -> Iterator[Tensors]:
+    def _second_run(self, tensors: Sequence[Tensor]) -> Iterator[Tensors]:
         """Run the function again, and yield those outputs that have a graph."""
         with undo_stack() as stack:
             second = stack.enter_context(self._state.second_run())
@@ -248,53 +313,6 @@ class _Rerun:
                 with levels.no_transforms(), INSIDE:
                     second.compare(list(map(levels.data_of, outputs)), "fn")
             yield list(compress(outputs, self._differentiable))
-
-    def grads(self, tensors: Tensors, needed: Sequence[bool], cotangents: Grads) -> Grads:
-        """Return the gradients of the tensors that need one, from a pass through a second run."""
-        tensors = list(map(levels.without_ended_levels, tensors))
-        sources = [*tensors, *(x for x in cotangents if x is not None)]
-        create = torch.is_grad_enabled() and any(map(carries_graph, sources))
-
-        def of(outputs: Tensors, variables: Tensors) -> Grads:
-            return inner_grads(outputs, variables, cotangents, create_graph=create)
-
-        def in_level(variables: Tensors, _: int) -> list[Grads]:
-            with self.second_run(_merged(tensors, needed, variables)) as outputs, INSIDE:
-                return [of(outputs, variables)]
-
-        if transforms():
-            point = list(compress(tensors, needed))
-            with levels.compiled_autograd_disabled():
-                grads = levels.run_in_level(in_level, point if create else _detached(point))[0]
-            return _merged([None] * len(needed), needed, grads)
-        with torch.enable_grad(), INSIDE:
-            inputs = [
-                x.view_as(x) if create and x.requires_grad else cut.requires_grad_(need)
-                for x, cut, need in zip(tensors, _detached(tensors), needed, strict=True)
-            ]
-            variables = list(compress(inputs, needed))
-            with self.second_run(inputs) as outputs, INSIDE:
-                below = Subgraph(outputs, stop={edge(x).node for x in variables})
-                if create:
-                    refuse_wrong_derivative(lambda: "fn", variables, below)
-                one = InnerPass("fn", "its input {}".format, variables, below, cotangents)
-                grads = one.guarded(partial(of, outputs, variables), create_graph=create)
-        return _merged([None] * len(needed), needed, grads)
-
-    def tangents(self, tensors: Tensors, tangents: Grads) -> Sequence[Tensor | None]:
-        """Return the tangents of the outputs."""
-        moves = [x is not None for x in tangents]
-        point, directions = compress(tensors, moves), cast("Any", compress(tangents, moves))
-
-        def fn(*variables: Tensor) -> tuple[Tensor, ...]:
-            with self.second_run(_merged(tensors, moves, variables)) as outputs, INSIDE:
-                return tuple(outputs)
-
-        with torch.enable_grad(), levels.forward_mode_on(), INSIDE:
-            if transforms():
-                return torch.func.jvp(fn, tuple(point), tuple(directions))[1]  # type: ignore[no-any-return]
-            outputs = fn(*map(forward_ad.make_dual, point, directions))
-            return [forward_ad.unpack_dual(x).tangent for x in outputs]  # type: ignore[no-untyped-call]
 
 
 _Layout: TypeAlias = tuple[Structure, list[tuple[torch.Size, torch.dtype]]]
@@ -346,12 +364,6 @@ def _carries(tensor: Tensor) -> bool:
     return carries_graph(tensor) or _has_tangent(tensor)
 
 
-def _merged(base: Sequence[Any], where: Sequence[bool], values: Iterable[Any]) -> list[Any]:
-    """Return a list with these values where it says so."""
-    rest = iter(values)
-    return [next(rest) if here else x for x, here in zip(base, where, strict=True)]
-
-
 class _Substitution(TorchFunctionMode):
     """Gives operations other tensors in the stead of some."""
 
@@ -372,39 +384,6 @@ def _replaced(value: Any, new: dict[int, Tensor]) -> Any:
         return new.get(id(value), value)
     is_list = type(value) in (list, tuple)
     return type(value)(_replaced(x, new) for x in value) if is_list else value
-
-
-class _Checkpoint(Function):
-    """Outputs that exist, as results of what they were computed from."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(rerun: _Rerun, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(x.clone() for x in tensors[:count])
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.rerun, ctx.first = inputs[0], 2 + inputs[1]
-        ctx.save_for_backward(*inputs[ctx.first :])
-        with (
-            torch.enable_grad(),
-            levels.forward_mode_on(),
-            INSIDE,
-        ):  # the tangents of the level of a jvp come apart
-            primals = map(levels.without_innermost_tangent, inputs[ctx.first :])
-            ctx.save_for_forward(*primals)
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
-        needed = ctx.needs_input_grad[ctx.first :]
-        grads = ctx.rerun.grads(ctx.saved_tensors, needed, cotangents)
-        return (*[None] * ctx.first, *grads)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
-        return tuple(ctx.rerun.tangents(ctx.saved_tensors, tangents[ctx.first :]))
 
 
 _FUNCTION = "a function of its arguments, and of what it can be seen to refer to"

@@ -10,40 +10,22 @@ from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from gradkit._checks import recomputations
-from gradkit._checks.recomputations import StateBeforeCall
 from gradkit._compat.autograd import storage_key
 from gradkit._compat.dynamo import leave_uncompiled
 from gradkit._compat.modules import own_parametrized_values
-from gradkit._compat.transforms import BATCH, is_transform_tensor, memory_of, transforms
+from gradkit._compat.transforms import BATCH, memory_of, transforms
 from gradkit._compat.undoing import INSIDE
-from gradkit._core import graph, pytree
+from gradkit._core import pytree
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.params import refuse_distributed, require_tensor
-from gradkit._core.pytree import PyTree
 from gradkit._state.copy_on_write import CopyOnWrite, CopyOnWriteMode, is_in_place
 from gradkit._state.module_state import TensorSlots, alone_with, attributes_put_back
 from gradkit._state.recomputed_tensors import is_recomputed
 from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError, describe, message
-
-
-def before(tensors: Iterable[Any], tree: PyTree = ()) -> StateBeforeCall | None:
-    """Return the state before a call; most processes have no checkpoint, and no walk."""
-    snapshot = recomputations.before(())
-    if snapshot is None:
-        return None
-    leaves = chain(tensors, pytree.flatten(tree)[0])
-    inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-    # The nodes of now: an operation in place replaces them. An edge costs some microseconds, and
-    # `refuse` asks for none where no checkpoint exists.
-    nodes = [(x, x.grad_fn) for x in inputs if not is_transform_tensor(x)]
-    lazy = (graph.edge(x).node if node is None else node for x, node in nodes)
-    return StateBeforeCall(snapshot.frames, cast("set[Node]", lazy), snapshot.outer)
-
 
 Named: TypeAlias = dict[str, Tensor]
 ModuleCall: TypeAlias = Callable[..., tuple[Any, Named]]  # returns the output and the new buffers
@@ -128,7 +110,7 @@ def functional(module: nn.Module) -> tuple[ModuleCall, Named, Named]:
         given = read_named(params, names, "params")
         # Copies: what the forward pass writes on is new.
         new = {name: t.clone() for name, t in read_named(buffers, buffer_names, "buffers").items()}
-        snapshot = before([*given.values(), *new.values()], (args, kwargs))
+        snapshot = recomputations.before([*given.values(), *new.values(), args, kwargs])
 
         def by_torch() -> tuple[Any, Named]:
             both = {**given, **{name: new[first] for name, first in every_name.items()}}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -29,7 +28,6 @@ from gradkit._state.grad_attribute import set_grads
 from gradkit._state.rerun import RerunState, recording_writes
 from gradkit._state.snapshot import put_back_on_error
 from gradkit.errors import OptionError, StructureError, UnsupportedGraphError, describe, message
-from gradkit.func import _make_functional as checkpoints
 from gradkit.func._arguments import Arguments, read_arguments
 from gradkit.func._differentiate import cast_to, detached
 from gradkit.func._errors import independent, named_errors
@@ -137,7 +135,7 @@ class _EncoderStage:
     def _run(self, chunk: PyTree) -> _EncodedChunk:
         with torch.enable_grad(), INSIDE:
             variables = [x.detach().requires_grad_() for x in self._arguments.variables]
-            before = checkpoints.before(variables)
+            before = recomputations.before(variables)
             with recording_writes():
                 returned = self._encode(*self._arguments.args_with(variables), chunk)
             recomputations.refuse(returned, before)
@@ -152,20 +150,18 @@ class _EncoderStage:
 
     def _add_pass(self, run: _EncodedChunk, seeds: Sequence[Tensor], total: Grads) -> Grads:
         eager_graph.refuse_nodes(map(type, run.below.nodes), "encode")
-        options = run.outputs, run.variables, seeds
         dtypes = [variable.dtype for variable in run.variables]
         if not user_code_may_run() and dtypes == list(self._arguments.dtypes):
             # Each is added as it arrives: the gradients of a chunk are never there all at once.
             set_grads(run.variables, total)
-            grads = inner_grads(*options, accumulate=True)
+            grads = inner_grads(run.outputs, run.variables, seeds, accumulate=True)
             set_grads(run.variables, [None] * len(grads))
             # What the engine has put there, and not added, may be part of a cotangent, or of
             # another gradient: what is added to it later would be added to both.
             is_first = any(a is None and b is not None for a, b in zip(total, grads, strict=True))
             return owned(grads, run.variables) if is_first else grads
-        one = InnerPass("encode", self._arguments.path, run.variables, run.below)
-        grads = one.guarded(partial(inner_grads, *options), create_graph=False)
-        return list(map(_plus_, total, grads))
+        one = InnerPass("encode", self._arguments.path, run.variables, run.below, seeds)
+        return list(map(_plus_, total, one.grads(run.outputs)))
 
 
 _INSIDE_A_TRANSFORM = message(

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import compress
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from gradkit import errors, tree
-from gradkit._autograd.engine import inner_grads
 from gradkit._autograd.passes import InnerPass
 from gradkit._checks import eager_graph, recomputations
 from gradkit._checks.higher_derivatives import refuse_wrong_derivative
@@ -21,6 +19,7 @@ from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
 from gradkit._core.call import check_bool, check_function, check_option, is_positive_int
 from gradkit._core.graph import Subgraph
+from gradkit._core.known_results import Rule, merged
 from gradkit._core.leaf_arithmetic import same_values
 from gradkit._core.ownership import without_inference
 from gradkit._core.params import Grads, Params, Tensors
@@ -30,7 +29,7 @@ from gradkit._state.rerun import RerunState, recording_writes
 from gradkit._state.snapshot import put_back_on_error
 from gradkit._torch_bugs.monitor import ForwardMonitor, OpMonitor
 from gradkit.errors import describe, message, warn_fallback
-from gradkit.func import _make_functional as checkpoints
+from gradkit.func._checkpoint import ResultOfUserCode
 from gradkit.func._products import write_counts
 from gradkit.meta._inner_step import read_inner_params, read_loss, refuse_captured, runs_user_code
 
@@ -294,22 +293,29 @@ class _OptimalityCondition:
         self._state.record_outputs(values)
         if not any(x.requires_grad for x in outer):
             return minimum
-        return list(_AtMinimum.apply(self, len(minimum), *minimum, *outer))  # type: ignore[no-untyped-call]
+        rule = Rule(partial(self._grads, len(minimum)))
+        return list(ResultOfUserCode.of(rule, [*minimum, *outer], minimum))
 
     def _run(self, at: Tensors, by: Tensors) -> tuple[Tensors, Subgraph]:
-        before = checkpoints.before([*at, *by])
+        before = recomputations.before([*at, *by])
         with recording_writes(), ForwardMonitor(), INSIDE:
             values = self.fn(at, by)
         recomputations.refuse(values, before)
         return values, _check_graph(values, at, self.name)
 
-    def outer_grads(
-        self, at: Tensors, outer: Tensors, needed: Sequence[bool], cotangents: Tensors
+    def _grads(
+        self, count: int, tensors: Sequence[Tensor], needed: Sequence[bool], cotangents: Grads
     ) -> Grads:
         """Return the gradients with respect to the outer tensors, from those at the minimum."""
+        if torch.is_grad_enabled():
+            expected = "a first derivative of an implicit gradient"
+            got = "one that is to be differentiated again"
+            fix = "leave out create_graph=True, or differentiate the solver's steps, as unroll does"
+            raise errors.UnsupportedGraphError(message("create_graph", expected, got, fix))
         with torch.enable_grad(), self._state.second_run() as run:
-            at = _as_leaves(at)
-            by = [x.detach().requires_grad_(need) for x, need in zip(outer, needed, strict=True)]
+            at = _as_leaves(tensors[:count])
+            pairs = list(zip(tensors, needed, strict=True))[count:]
+            by = [x.detach().requires_grad_(need) for x, need in pairs]
             zeros, below = self._run(at, by)
             run.compare(zeros, self.name)
             run.differences.read()  # now: the solver reads, and warns of what it comes to
@@ -321,13 +327,15 @@ class _OptimalityCondition:
             hu = _or_zeros(_transposed_product(zeros, at, u, below), at)
             return tree.add(hu, tree.scale(u, self.damping)) if self.damping else hu
 
-        u = self.linear_solver(product, cotangents)
+        v = _or_zeros(cotangents, at)
+        u = self.linear_solver(product, v)
         if self.warn:
-            self._check_residual(tree.sub(cotangents, product(u)), cotangents)
+            self._check_residual(tree.sub(v, product(u)), v)
             if not self.is_slope:
-                self._check_point(at, zeros, u, cotangents)
-        reached = iter(_pull(zeros, list(compress(by, needed)), [-x for x in u], below, "outer"))
-        return [next(reached) if need else None for need in needed]
+                self._check_point(at, zeros, u, v)
+        needing = [x for x in by if x.requires_grad]
+        grads = _pull(zeros, needing, [-x for x in u], below, "outer")
+        return merged([None] * len(needed), needed, grads)
 
     def _check_residual(self, left: Tensors, v: Tensors) -> None:
         size = tree.global_norm(v)
@@ -368,9 +376,8 @@ def _as_leaves(tensors: Sequence[Tensor]) -> Tensors:
 def _inner_gradient(loss: Tensor, at: Tensors, below: Subgraph) -> Tensors:
     """Return the gradient with respect to the minimum, to be differentiated again."""
     one = InnerPass("inner_loss", "params, variable {}".format, at, below)
-    run = partial(inner_grads, [loss], at, create_graph=True)
     with recording_writes():
-        return _or_zeros(one.guarded(run, create_graph=True), at)
+        return _or_zeros(one.grads([loss], create_graph=True), at)
 
 
 def _transposed_product(
@@ -400,9 +407,7 @@ def _pull(
     if user_code_may_run() and not create_graph:  # which may write on a solver's vector
         cotangents = [x.clone() for x in cotangents]
     one = InnerPass("matvec(u)", f"{root}, variable {{}}".format, inputs, below, cotangents)
-    options: Any = {"create_graph": create_graph, "retain_graph": True}
-    run = partial(inner_grads, outputs, inputs, cotangents, **options)
-    return one.guarded(run, create_graph=create_graph)
+    return one.grads(outputs, create_graph=create_graph, retain_graph=True)
 
 
 def _or_zeros(grads: Sequence[Tensor | None], at: Tensors) -> Tensors:
@@ -419,25 +424,3 @@ def _check_graph(values: Tensors, at: Tensors, name: str) -> Subgraph:
         fix = f"compute it from {name}'s own arguments"
         raise errors.UnreachedParamError(message(name, expected, got, fix))
     return below
-
-
-class _AtMinimum(torch.autograd.Function):
-    """The identity on the minimum, whose backward pass solves the linear system."""
-
-    @staticmethod
-    def forward(ctx: Any, condition: _OptimalityCondition, count: int, *tensors: Tensor) -> Any:
-        ctx.condition, ctx.count = condition, count
-        ctx.save_for_backward(*tensors)  # raises if one of them is changed in place
-        return tuple(x.clone() for x in tensors[:count])
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        if torch.is_grad_enabled():
-            expected = "a first derivative of an implicit gradient"
-            got = "one that is to be differentiated again"
-            fix = "leave out create_graph=True, or differentiate the solver's steps, as unroll does"
-            raise errors.UnsupportedGraphError(message("create_graph", expected, got, fix))
-        minimum, outer = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
-        needed = ctx.needs_input_grad[2 + ctx.count :]
-        grads = ctx.condition.outer_grads(minimum, outer, needed, list(cotangents))
-        return (None, None, *[None] * ctx.count, *grads)

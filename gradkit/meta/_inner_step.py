@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import compress
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -26,6 +27,7 @@ from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree, user_code
 from gradkit._core.call import Losses
 from gradkit._core.graph import Subgraph, edge
+from gradkit._core.known_results import merged
 from gradkit._core.params import Grads, Tensors, expand_params
 from gradkit._core.pytree import PyTree
 from gradkit._core.results_without_graph import with_refused_derivatives
@@ -34,8 +36,8 @@ from gradkit._state.snapshot import Snapshot
 from gradkit._torch_bugs.monitor import ForwardMonitor
 from gradkit._torch_bugs.node_formulas import holds_formulas
 from gradkit.errors import describe, message
-from gradkit.func import _make_functional as checkpoints
 from gradkit.func._arguments import Arguments, read_arguments
+from gradkit.func._checkpoint import Recomputation
 from gradkit.func._differentiate import LevelPasses, differentiate, parts_of, read_returned
 from gradkit.meta._builtin_optimizers import is_own_rule
 from gradkit.meta._optimizer import Optimizer, StateLists, check_grads, update
@@ -260,15 +262,14 @@ class InnerStep:
             variables = [
                 t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in tensors
             ]
-            before, hooks = checkpoints.before(variables), user_code.hooks_made()
+            before, hooks = recomputations.before(variables), user_code.hooks_made()
             with recording_writes(), ForwardMonitor(), INSIDE:
                 loss, aux = loss_fn(self.params.tree(variables))
             recomputations.refuse((loss, aux), before)
             below = _check_graph(loss, variables, create_graph=twice)
             options: Any = {"create_graph": twice, "retain_graph": create_graph}
-            run = partial(inner_grads, [loss], variables, **options)
             if below is None:
-                grads = run()
+                grads = inner_grads([loss], variables, **options)
             else:
                 one = InnerPass("the inner loss", self.params.path, variables, below)
                 made = None if twice or self.first_order else what_first_run_made()
@@ -277,7 +278,7 @@ class InnerStep:
                     grads = _first_pass_of_two(one, loss, inputs, made)
                 else:
                     with recording_writes():
-                        grads = one.guarded(run, create_graph=twice)
+                        grads = one.grads([loss], **options)
         if all(grad is None for grad in grads):
             expected = "a loss computed from params"
             got = "one that does not depend on them: loss_fn uses a module, or tensors, from "
@@ -305,9 +306,8 @@ class InnerStep:
 
 def _first_pass_of_two(one: InnerPass, loss: Tensor, inputs: Tensors, made: IsMade) -> Grads:
     """Return constant gradients; raise if their graph, which the second run makes, ends outside."""
-    run = partial(inner_grads, [loss], one.variables, create_graph=True)
     with recording_writes():
-        grads = one.guarded(run, create_graph=True)
+        grads = one.grads([loss], create_graph=True)
     stop = {edge(x).node for x in inputs if x.requires_grad}
     below = Subgraph([grad for grad in grads if grad is not None], stop=stop)
     refuse_captured("loss_fn", below, inputs, made)
@@ -335,78 +335,28 @@ def _check_graph(loss: Tensor, variables: Tensors, *, create_graph: bool) -> Sub
 def run_recomputed(run: Steps, carry: Carry, inputs: StepInputs) -> StepOutputs:
     """Run steps without keeping their graph; gradients flow to the carry and the inputs."""
     tensors, rebuild = pytree.partition_tensors((carry, inputs))
-    segment = _Segment(run, rebuild, len(carry.tensors), RerunState(tensors))
-    outputs = _RecomputedSteps.apply(segment, *tensors)  # type: ignore[no-untyped-call]
-    return cast("StepOutputs", segment.rebuild_outputs(outputs))
+    state = RerunState(tensors)
+    leaves = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
+    for variable in leaves[: len(carry.tensors)]:
+        variable.requires_grad_()
+    with torch.enable_grad(), state.first_run():
+        done = run(*rebuild(leaves), create_graph=False)
+    outputs, rebuild_outputs = pytree.partition_tensors(done)
+    refuse_captured("loss_fn", Subgraph(outputs), leaves, state.made)
+    state.record_outputs(outputs)
+    # Statistics that required grad would be refused by batch norm in the next step.
+    constants = {id(x) for x in pytree.tensors(done.carry.buffers) if not x.requires_grad}
+    varies = [id(x) not in constants for x in outputs]
 
+    @contextmanager
+    def second_run(tensors: Sequence[Tensor]) -> Iterator[Tensors]:
+        with state.second_run() as second:
+            again = pytree.tensors(run(*rebuild(tensors), create_graph=True))
+            second.compare(again, "loss_fn")
+            yield list(compress(again, varies))
 
-@dataclass
-class _Segment:
-    """Some steps as a function of a list of tensors, the variables first, that runs twice."""
-
-    run: Steps
-    rebuild: Callable[[Iterable[Tensor]], Any]
-    variables: int  # the number of them
-    state: RerunState
-    rebuild_outputs: Callable[[Iterable[Tensor]], Any] = field(init=False)
-    constants: set[int] = field(init=False)  # the ids of the buffers that carry no graph
-
-    def _flat_run(self, tensors: Sequence[Tensor], *, create_graph: bool) -> Tensors:
-        steps_done = self.run(*self.rebuild(tensors), create_graph=create_graph)
-        buffers, _ = pytree.partition_tensors(steps_done.carry.buffers)
-        self.constants = {id(x) for x in buffers if not x.requires_grad}
-        outputs, self.rebuild_outputs = pytree.partition_tensors(steps_done)
-        return outputs
-
-    def values(self, tensors: Sequence[Tensor]) -> tuple[Tensors, Tensors]:
-        """Run the steps for their values; return them, and those that have no gradient."""
-        inputs = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
-        for variable in inputs[: self.variables]:
-            variable.requires_grad_()
-        with torch.enable_grad(), self.state.first_run():
-            outputs = self._flat_run(inputs, create_graph=False)
-        refuse_captured("loss_fn", Subgraph(outputs), inputs, self.state.made)
-        self.state.record_outputs(outputs)
-        values = [x.detach().clone() for x in outputs]
-        pairs = zip(values, outputs, strict=True)
-        return values, [value for value, x in pairs if id(x) in self.constants]
-
-    def grads(self, tensors: Tensors, cotangents: Sequence[Any], needed: Sequence[bool]) -> Grads:
-        """Run the steps a second time, and a backward pass through them."""
-        create_graph = torch.is_grad_enabled()
-        with torch.enable_grad(), self.state.second_run() as run:
-            if create_graph:
-                # Views: the pass ends at these steps, and does not go on through those before.
-                inputs = [t.view_as(t) if t.requires_grad else t for t in tensors]
-            else:
-                pairs = zip(tensors, needed, strict=True)
-                inputs = [t.detach().requires_grad_(need) for t, need in pairs]
-            variables = list(compress(inputs, needed))
-            outputs = self._flat_run(inputs, create_graph=True)
-            run.compare(outputs, "loss_fn")
-            below = Subgraph(outputs, stop={edge(variable).node for variable in variables})
-            if create_graph:
-                refuse_wrong_derivative(lambda: "loss_fn", variables, below)
-            one = InnerPass("loss_fn", "its input {}".format, variables, below, cotangents)
-            pull = partial(inner_grads, outputs, variables, cotangents, create_graph=create_graph)
-            reached = iter(one.guarded(pull, create_graph=create_graph))
-        return [next(reached) if need else None for need in needed]
-
-
-class _RecomputedSteps(torch.autograd.Function):
-    """A segment as one node of the graph."""
-
-    @staticmethod
-    def forward(ctx: Any, segment: _Segment, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.segment = segment
-        ctx.save_for_backward(*tensors)
-        ctx.set_materialize_grads(False)
-        values, constants = segment.values(tensors)
-        # Statistics that required grad would be refused by batch norm in the next step.
-        ctx.mark_non_differentiable(*constants)
-        return tuple(values)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
-        needed = ctx.needs_input_grad[1:]
-        return (None, *ctx.segment.grads(ctx.saved_tensors, cotangents, needed))
+    pairs = zip(outputs, varies, strict=True)
+    values = [x.detach() if may_vary else x.detach().clone() for x, may_vary in pairs]
+    recomputation = Recomputation("loss_fn", second_run)
+    results = recomputation.results(list(compress(values, varies)), tensors)
+    return cast("StepOutputs", rebuild_outputs(merged(values, varies, results)))

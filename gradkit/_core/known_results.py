@@ -1,0 +1,125 @@
+"""Results of tensors that a graph has without their computation: functions give their derivatives.
+
+Or they are constant in the tensors, and only lead to their graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.graph import Node
+
+from gradkit._compat.autograd import node_type
+from gradkit._compat.transforms import differentiated, forward_mode_on, without_innermost_tangent
+from gradkit._compat.undoing import INSIDE
+from gradkit.errors import UnsupportedGraphError
+
+Grads: TypeAlias = Sequence[Any]  # some of them None, as tangents
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How results are differentiated with respect to the tensors that they were computed from."""
+
+    # The gradients of the tensors, from which of them need one, and the cotangents.
+    grads: Callable[[Sequence[Tensor], Sequence[bool], Grads], Grads]
+    # The tangents of the results, from those of the tensors.
+    tangents: Callable[[Sequence[Tensor], Grads], Grads] | None = None
+    run: Callable[..., Iterable[Tensor]] | None = None  # computes the results, if they do not exist
+
+
+class Result(Function):
+    """Results, of which a graph keeps what they were computed from, and a rule."""
+
+    generate_vmap_rule = True
+
+    @classmethod
+    def of(
+        cls, rule: Rule, tensors: Iterable[Tensor], values: Sequence[Tensor] = ()
+    ) -> tuple[Tensor, ...]:
+        """Return what the rule computes from tensors, or copies of values, as results of these."""
+        return cast("tuple[Tensor, ...]", cls.apply(rule, len(values), *values, *tensors))  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def forward(rule: Rule, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(rule.run(*tensors) if rule.run else (x.clone() for x in tensors[:count]))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.rule, ctx.first = inputs[0], 2 + inputs[1]
+        ctx.save_for_backward(*inputs[ctx.first :])
+        ctx.save_for_forward(*inputs[ctx.first :])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
+        needed = ctx.needs_input_grad[ctx.first :]
+        has_any = any(cotangent is not None for cotangent in cotangents)
+        grads = ctx.rule.grads(ctx.saved_tensors, needed, cotangents) if has_any else ()
+        return *[None] * ctx.first, *(grads or [None] * len(needed))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
+        if ctx.rule.tangents is None:
+            return Function.jvp(ctx, *tangents)  # raises
+        with forward_mode_on(), INSIDE:  # transforms around this one would lose theirs here
+            primals = list(map(without_innermost_tangent, ctx.saved_tensors))
+            return tuple(ctx.rule.tangents(primals, tangents[ctx.first :]))
+
+
+def merged(base: Sequence[Any], where: Iterable[object], values: Iterable[Any]) -> list[Any]:
+    """Return a list with these values where it says so."""
+    rest = iter(values)
+    return [next(rest) if here else x for x, here in zip(base, where, strict=True)]
+
+
+def attach(tensor: Tensor, sources: Sequence[Tensor], reason: str | None = None) -> Tensor:
+    """Return a tensor that is constant in others; with a reason, its derivative raises that."""
+    return cast("Tensor", _Constant.apply(reason, tensor, *sources))  # type: ignore[no-untyped-call]
+
+
+def accumulate_grad_nodes(leaves: Sequence[Tensor]) -> list[Node]:
+    """Return the AccumulateGrad nodes of leaves without subclasses, outside of transforms."""
+    # A constant function of all leads to them: a view of each would take four times as long.
+    with torch.enable_grad(), INSIDE:
+        result = attach(torch.empty(0), leaves)  # which keeps its node alive
+    return [cast("Node", child) for child, _ in cast("Node", result.grad_fn).next_functions[1:]]
+
+
+class _Constant(Function):
+    """The identity of a tensor, and a constant function of others."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(reason: str | None, tensor: Tensor, *sources: Tensor) -> Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.reason, ctx.sources = inputs[0], len(inputs) - 2
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor | None) -> Any:
+        _refuse(ctx.reason)
+        return None, cotangent, *[None] * ctx.sources
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, tangent: Tensor | None, *tangents: Tensor | None) -> Tensor | None:
+        _refuse(ctx.reason)
+        return tangent
+
+
+def _refuse(reason: str | None) -> None:
+    # The rule for vmap runs this inside of one; a transform that differentiates has asked before.
+    if reason is not None and not differentiated():
+        raise UnsupportedGraphError(reason)
+
+
+ZERO_DERIVATIVE_NODE: type = node_type(_Constant)
