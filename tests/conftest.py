@@ -130,6 +130,16 @@ def _a_group_stays_until_the_next_one_goes() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _seeds_are_for_the_devices_that_are_here() -> Iterator[None]:
+    """Spare torch.manual_seed a copy of the stack for each kind of device that may come later."""
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (torch.cuda, torch.xpu, torch.mtia):
+            if not kind.is_available():
+                patch.setattr(kind, "manual_seed_all", lambda seed: None)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
