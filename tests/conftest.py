@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import tempfile
@@ -49,6 +50,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until the tests are collected
     Shard.parse(config.getoption("--shard"))
     if ONLY and ONLY not in HERE:
         raise pytest.UsageError(f"GRADKIT_TEST_DEVICE is {ONLY!r}; there is: {', '.join(HERE)}")
@@ -93,6 +95,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     shard = Shard.parse(config.getoption("--shard"))
     config.hook.pytest_deselected(items=[item for item in items if item not in shard])
     items[:] = [item for item in items if item in shard]
+
+
+def pytest_collection_finish() -> None:
+    """Have the garbage collector pass over what is there before the first test: it stays."""
+    gc.freeze()
+    gc.enable()
 
 
 def processes_of(item: pytest.Item) -> list[str]:
