@@ -12,6 +12,9 @@ CONSTRAINTS := $(if $(VARIANT),$(VENV)/constraints.txt,constraints.txt)
 # Modules are compiled when they are first imported, and most never are.
 PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c $(CONSTRAINTS)
 
+# Each process that a test starts would compile torch's modules anew: 3 s.
+unexport PYTHONDONTWRITEBYTECODE
+
 # One worker for each core; tests of one xdist_group stay on one worker.
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadgroup
 # What is long, starts processes or compiles is left out; Hypothesis draws a few cases of each law.

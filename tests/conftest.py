@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import tempfile
@@ -49,6 +50,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until the tests are collected
     Shard.parse(config.getoption("--shard"))
     if ONLY and ONLY not in HERE:
         raise pytest.UsageError(f"GRADKIT_TEST_DEVICE is {ONLY!r}; there is: {', '.join(HERE)}")
@@ -95,6 +97,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item in shard]
 
 
+def pytest_collection_finish() -> None:
+    """Have the garbage collector pass over what is there before the first test: it stays."""
+    gc.freeze()
+    gc.enable()
+
+
 def processes_of(item: pytest.Item) -> list[str]:
     """Return the fixture whose processes a test uses, if it uses one."""
     names = getattr(item, "fixturenames", ())
@@ -127,6 +135,16 @@ def _a_group_stays_until_the_next_one_goes() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "destroy_process_group", destroy_later)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _seeds_are_for_the_devices_that_are_here() -> Iterator[None]:
+    """Spare torch.manual_seed a copy of the stack for each kind of device that may come later."""
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (torch.cuda, torch.xpu, torch.mtia):
+            if not kind.is_available():
+                patch.setattr(kind, "manual_seed_all", lambda seed: None)
         yield
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,7 @@ from tests import house
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "gradkit"
 TOOL = ROOT / "tools" / "migrate" / "gradkit_migrate"  # which reads source, and runs no torch
-SOURCES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")}
-TESTS = {
-    path: ast.parse(path.read_text(encoding="utf-8")) for path in ROOT.glob("tests/**/test_*.py")
-}
+TESTS = sorted(ROOT.glob("tests/**/test_*.py"))
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 # What stands for a term of the field's, and is none itself. (`target` is one in a user's program.)
@@ -31,6 +29,17 @@ FORBIDDEN = {
 }  # fmt: skip
 ENGINE = {"torch.autograd.grad", "torch.autograd.backward"}
 ENGINE_PRIVATE = {"_autograd_grad", "_engine_run_backward", "run_backward"}
+
+pytestmark = pytest.mark.xdist_group("house")  # one process parses the package
+
+
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
+def sources() -> dict[Path, ast.Module]:
+    return {path: parsed(path) for path in PACKAGE.rglob("*.py")}
 
 
 def room(path: Path) -> str:
@@ -71,8 +80,8 @@ def dotted(node: ast.expr) -> str | None:
 
 def used_of_torch(path: Path) -> Iterator[tuple[ast.stmt | ast.expr, str]]:
     """Yield every name of torch that a file imports or uses, in full."""
-    names = torch_names(SOURCES[path])
-    for node in ast.walk(SOURCES[path]):
+    names = torch_names(sources()[path])
+    for node in ast.walk(sources()[path]):
         if isinstance(node, ast.Import):
             yield from ((node, alias.name) for alias in node.names if alias.name[:5] == "torch")
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
@@ -85,7 +94,7 @@ def used_of_torch(path: Path) -> Iterator[tuple[ast.stmt | ast.expr, str]]:
 
 def test_torch_s_engine_is_called_in_one_room(device: torch.device) -> None:
     broken = []
-    for path, tree in SOURCES.items():
+    for path, tree in sources().items():
         if room(path) in {"_autograd", "_doctor"}:  # the second are programs of users
             continue
         calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
@@ -119,7 +128,7 @@ def assigned(node: ast.AST) -> list[ast.expr]:
 def test_dot_grad_is_written_in_one_room(device: torch.device) -> None:
     broken = [
         at(path, part, ".grad =")
-        for path, tree in SOURCES.items()
+        for path, tree in sources().items()
         if room(path) not in {"_state", "_doctor"}
         for node in ast.walk(tree)
         for target in assigned(node)
@@ -135,7 +144,7 @@ def is_read(node: ast.Attribute) -> bool:
 
 def test_optree_is_imported_in_one_file(device: torch.device) -> None:
     broken = []
-    for path, tree in SOURCES.items():
+    for path, tree in sources().items():
         for node in ast.walk(tree):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom):
@@ -154,7 +163,7 @@ def test_what_modes_run_is_left_uncompiled(device: torch.device) -> None:
     """tests/func/test_compile.py has what torch.compile would make of it."""
     broken = [
         at(path, node, node.name)
-        for path, tree in SOURCES.items()
+        for path, tree in sources().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef)
         and node.name in {"__torch_function__", "__torch_dispatch__"}
@@ -166,7 +175,7 @@ def test_what_modes_run_is_left_uncompiled(device: torch.device) -> None:
 def test_private_names_of_torch_are_used_in_one_room(device: torch.device) -> None:
     broken = [
         at(path, node, name)
-        for path in SOURCES
+        for path in sources()
         if room(path) != "_compat"
         for node, name in used_of_torch(path)
         if any(map(is_private, name.split(".")))
@@ -177,7 +186,7 @@ def test_private_names_of_torch_are_used_in_one_room(device: torch.device) -> No
 def test_private_attributes_of_nodes_are_read_in_one_file(device: torch.device) -> None:
     private = ("_saved_", "_raw_saved_", "_input_metadata")
     broken = []
-    for path, tree in SOURCES.items():
+    for path, tree in sources().items():
         if path.relative_to(PACKAGE).as_posix() == "_compat/nodes.py":
             continue
         for node in ast.walk(tree):
@@ -195,7 +204,7 @@ def test_private_attributes_of_tensors_are_read_in_one_room(device: torch.device
     }  # fmt: skip
     broken = [
         at(path, node, node.attr)
-        for path, tree in SOURCES.items()
+        for path, tree in sources().items()
         if room(path) != "_compat"
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and node.attr in private
@@ -211,7 +220,7 @@ def test_the_package_is_within_its_budget(device: torch.device) -> None:
 
 
 def test_a_file_is_neither_long_nor_short_without_a_reason(device: torch.device) -> None:
-    files = [*SOURCES, *TOOL.rglob("*.py")]
+    files = [*sources(), *TOOL.rglob("*.py")]
     lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in files}
     long = {str(p.relative_to(ROOT)): n for p, n in lengths.items() if n > house.LONGEST}
     assert long == {}
@@ -222,7 +231,7 @@ def test_a_file_is_neither_long_nor_short_without_a_reason(device: torch.device)
 
 
 def docstring_of(path: Path) -> str:
-    return ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return ast.get_docstring(parsed(path)) or ""
 
 
 def public_objects() -> set[tuple[str, str]]:
@@ -264,7 +273,7 @@ def test_private_functions_are_documented_in_a_line(device: torch.device) -> Non
     public = public_objects()
     broken = [
         at(path, node, name)
-        for path, tree in SOURCES.items()
+        for path, tree in sources().items()
         for name, node in functions(tree.body)
         if not is_public(path, name, public) and "\nArgs:\n" in (ast.get_docstring(node) or "")
     ]
@@ -273,7 +282,7 @@ def test_private_functions_are_documented_in_a_line(device: torch.device) -> Non
 
 def test_names_are_the_field_s(device: torch.device) -> None:
     broken = []
-    for path, tree in SOURCES.items():
+    for path, tree in sources().items():
         for node in ast.walk(tree):
             name = getattr(node, "id", getattr(node, "attr", getattr(node, "name", None)))
             if isinstance(node, ast.arg):
@@ -318,9 +327,9 @@ def fixtures_with_device(tree: ast.Module) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("path", sorted(TESTS), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", TESTS, ids=lambda path: path.stem)
 def test_every_test_takes_the_device(device: torch.device, path: Path) -> None:
-    tree = TESTS[path]
+    tree = parsed(path)
     without = [
         node.name
         for node in tree.body

@@ -10,6 +10,7 @@ import doctest
 import inspect
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -152,15 +153,24 @@ def test_code_on_the_page_of_errors_is_no_wider_than_the_column() -> None:
     assert [line for block in blocks for line in block.splitlines() if len(line) > 76] == []
 
 
+Documented = ast.Module | ast.ClassDef | ast.FunctionDef
+
+
+def documented(node: ast.stmt | ast.Module) -> Iterator[Documented]:
+    """Yield what may have a docstring: a module, and the classes and functions in it."""
+    if isinstance(node, Documented):
+        yield node
+        for inner in node.body:
+            yield from documented(inner)
+
+
 def examples() -> list[doctest.DocTest]:
     """Return the example of every docstring in the package, read from the sources."""
     parser = doctest.DocTestParser()
     found: list[doctest.DocTest] = []
     for path in ROOMS:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-                continue
+        source = path.read_text(encoding="utf-8")
+        for node in documented(ast.parse(source)) if ">>>" in source else ():
             text = ast.get_docstring(node)
             if text and ">>>" in text:
                 name = f"{path.stem}.{getattr(node, 'name', '__doc__')}"
