@@ -35,7 +35,7 @@ from gradkit._state.copy_on_write import CopyOnWrite, CopyOnWriteMode
 from gradkit._state.module_state import ModuleSnapshot, alone_with, modules_put_back
 from gradkit._state.rerun import RerunState, recording_writes
 from gradkit._torch_bugs.monitor import ForwardMonitor, OpMonitor
-from gradkit.errors import GradkitError, UnsupportedGraphError, describe, message
+from gradkit.errors import UnsupportedGraphError, describe, message
 from gradkit.func._errors import named_errors
 
 
@@ -206,7 +206,7 @@ class _Rerun:
             now = _reachable(self._roots, self._modules)
             if any(map(_carries, (now[key] for key in now.keys() - self._reachable.keys()))):
                 raise UnsupportedGraphError(_KEEPS_A_GRAPH)
-        except GradkitError:
+        except BaseException:
             for snapshot in self._snapshots:
                 snapshot.restore()
             self._state.put_back()

@@ -11,7 +11,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from gradkit._compat.nodes import CHANGED
 from gradkit._compat.transforms import BATCH, BATCH_FAILURES, transforms
+from gradkit._state import rng
 from gradkit._torch_bugs.missing import missing_derivative, way_out_of
 from gradkit.errors import DetachedLossError, GradkitError, UnsupportedGraphError, message
 
@@ -20,13 +22,14 @@ _MAKE_FUNCTIONAL = "call, params, buffers = gradkit.func.make_functional(module)
 
 
 def named_errors(run: Callable[[], R], *, nested: bool = False) -> R:
-    """Return what `run` returns; errors of torch.func raise with what to do."""
+    """Return what `run` returns; errors of torch.func raise with what to do, and draw nothing."""
     # All that are known; and all of torch's inside of another transform, or if `run` is `nested`
     # ones: in one level alone they are mostly mistakes of fn, and torch's text says which.
     if torch.compiler.is_compiling():
         return run()
     try:
-        return run()
+        with rng.put_back_on_error(rng.in_use()):
+            return run()
     except Exception as error:
         why = _why_refused(error, nested)
         if why is None:
@@ -45,7 +48,7 @@ def _why_refused(error: Exception, nested: bool) -> tuple[str, str, str] | None:
     hook = _hook_that_requires_grad(error)
     if hook is not None:
         return _DIFFERENTIABLE, hook, _REMOVE
-    text = str(error).partition("\n")[0].rstrip(".")
+    text = str(error).partition("\n")[0].partition(" Hint: ")[0].rstrip(".")
     if not isinstance(error, GradkitError):
         reason = missing_derivative(error)
         if reason is not None:
@@ -214,6 +217,12 @@ _KNOWN = {
         "",
         'vjp in place of jvp; hvp(..., mode="reverse-over-reverse") and linearize, where torch has '
         "the second derivative",
+    ),
+    CHANGED: (
+        "a function that leaves what its derivative needs as it is",
+        "",
+        "y = y + 1 in the place of y.add_(1); where fn writes on nothing, a formula of torch does, "
+        'of a norm or std in forward mode: hvp(..., mode="reverse-over-reverse")',
     ),
     ("Inference tensors cannot be saved", "requires_grad=True on inference tensor"): (
         "tensors that autograd can save for the backward pass",

@@ -127,7 +127,7 @@ def implicit(
     check_bool("warn", warn)
 
     def find(params: PyTree, outer: PyTree) -> PyTree:
-        with put_back_on_error(solver, inner_loss):
+        with put_back_on_error(solver, inner_loss, root, fixed_point):
             inner = read_inner_params(params, dense=True)  # torch has no Hessian of sparse tensors
             outer_tensors, rebuild_outer = pytree.partition_tensors(outer)
             outer_tensors = without_inference(outer_tensors)

@@ -259,9 +259,11 @@ class InnerStep:
         twice = create_graph and not self.first_order  # whether the gradients get a graph, too
         with torch.enable_grad(), INSIDE:
             # Views: what outer variables or batches share with params is not params.
-            variables = [
-                t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in tensors
-            ]
+            with recording_writes():  # a leaf that it makes is none from outside
+                variables = [
+                    x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
+                    for x in tensors
+                ]
             before, hooks = recomputations.before(variables), user_code.hooks_made()
             with recording_writes(), ForwardMonitor(), INSIDE:
                 loss, aux = loss_fn(self.params.tree(variables))

@@ -9,6 +9,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from gradkit._compat.transforms import carries_tangent, in_dual_level
 from gradkit._core.call import check_function, check_number, is_positive_int
 from gradkit._core.leaf_arithmetic import largest
 from gradkit._core.pytree import PyTree, Structure
@@ -66,8 +67,8 @@ def cg(
 
     Raises:
         OptionError: An option has no such value, or `matvec` is no function.
-        UnsupportedGraphError: A tensor requires grad, outside of `torch.no_grad()`: the steps are
-            not differentiated. `gradkit.meta.implicit` is, by solving once more.
+        UnsupportedGraphError: A tensor carries a tangent, or requires grad, outside of `no_grad()`:
+            the steps are not differentiated. `gradkit.meta.implicit` is, by solving once more.
 
     Source:
         Hestenes and Stiefel 1952, "Methods of Conjugate Gradients for Solving Linear Systems",
@@ -283,8 +284,11 @@ def _read_system(
 
 
 def _refuse_graph(leaves: list[Leaf], name: str) -> None:
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves):
+    tensors = [x for x in leaves if x is not None]
+    has_graph = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if has_graph or (in_dual_level() and any(map(carries_tangent, tensors))):
         expected = "tensors that do not require grad, since the steps are not differentiated"
-        fix = "call it under torch.no_grad(); gradkit.meta.implicit for a solution that is "
-        fix += "differentiated"
-        raise UnsupportedGraphError(message(name, expected, "one that does", fix))
+        got = "one that does" if has_graph else "one with a tangent of forward mode"
+        fix = "call it under torch.no_grad(), and with x.detach() in forward mode; "
+        fix += "gradkit.meta.implicit for a solution that is differentiated"
+        raise UnsupportedGraphError(message(name, expected, got, fix))

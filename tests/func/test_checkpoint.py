@@ -383,3 +383,19 @@ def test_under_compile(device: torch.device) -> None:
     torch.testing.assert_close(got, expected)
     step = torch.compile(func.value_and_grads(loss), backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(step(w)[1], expected)
+
+
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+def test_buffers_are_put_back_if_the_function_raises(
+    device: torch.device, error: type[BaseException]
+) -> None:
+    norm = nn.BatchNorm1d(3, device=device)
+    before = {name: buffer.clone() for name, buffer in norm.named_buffers()}
+
+    def fn(x: Tensor) -> Tensor:
+        norm(x)
+        raise error
+
+    with pytest.raises(error):
+        func.checkpoint(fn)(torch.randn(4, 3, device=device, requires_grad=True))
+    assert all(torch.equal(buffer, before[name]) for name, buffer in norm.named_buffers())

@@ -392,6 +392,45 @@ def test_the_function_may_raise(device: torch.device) -> None:
     assert_same_bits([grad], [torch.full((2,), 2.0, device=device)])
 
 
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+def test_what_a_function_has_drawn_before_it_raises_is_put_back(
+    device: torch.device, error: type[BaseException]
+) -> None:
+    w, x = torch.ones(3, device=device), torch.ones(4, 3, device=device)
+    calls_left = [0]
+
+    def fn(w: Tensor, *_: Tensor) -> Tensor:
+        torch.rand(1)
+        product = functional.dropout(w).sum()
+        calls_left[0] -= 1
+        if calls_left[0] < 0:
+            raise error
+        return product
+
+    each: Any = {"randomness": "different", "chunk_size": 2}
+    calls: dict[str, Any] = {
+        "value_and_grads": lambda: func.value_and_grads(fn)(w),
+        "per_loss_grads": lambda: func.per_loss_grads(fn)(w),
+        "per_sample_grads, the second chunk": lambda: func.per_sample_grads(fn, **each)(w, x),
+        "a loop, the second sample": lambda: func.per_sample_grads(
+            lambda w, x: fn(w) * x.sum().item(), **each
+        )(w, x),
+        "vjp": lambda: func.vjp(fn, w),
+        "jvp": lambda: func.jvp(fn, w, w),
+        "hvp": lambda: func.hvp(fn, w, w),
+        "linearize": lambda: func.linearize(fn, w),
+        "checkpoint": lambda: func.checkpoint(fn)(w),
+        "check_grads": lambda: func.check_grads(fn, w),
+        "tasks": lambda: gradkit.meta.mean_value_and_grads(fn, w, x, tasks_at_once=1),
+    }
+    for name, call in calls.items():
+        before = torch.get_rng_state()
+        calls_left[0] = {"per_sample_grads": 1, "a loop": 2, "tasks": 2}.get(name.split(",")[0], 0)
+        with pytest.raises(error):
+            call()
+        assert torch.equal(torch.get_rng_state(), before), name
+
+
 def test_unused_is_that_of_the_eager_call(device: torch.device) -> None:
     a, b = torch.ones(2, device=device), torch.ones(3, device=device)
     frozen = nn.Parameter(torch.ones(1, device=device), requires_grad=False)

@@ -48,6 +48,27 @@ CALLS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
 }
 
 
+@pytest.mark.parametrize("call", CALLS)
+def test_a_write_on_what_the_derivative_needs_is_named(device: torch.device, call: str) -> None:
+    x = torch.ones(2, device=device)
+
+    def fn(x: Tensor) -> Tensor:
+        y = x.exp()
+        z = (y * y).sum()
+        y.add_(1)
+        return z
+
+    expected = r"fn: .*needs as it is, got .*inplace operation.*\n.*y \+ 1"
+    with unchanged(x), pytest.raises(gradkit.UnsupportedGraphError, match=expected):
+        CALLS[call](fn, x)
+    with pytest.raises(gradkit.UnsupportedGraphError, match=expected):  # torch's own formula writes
+        func.value_and_grads(lambda x: func.hvp(torch.std, x, x)[1].sum())(x)
+    grad = func.value_and_grads(
+        lambda x: func.hvp(torch.std, x, x, mode="reverse-over-reverse")[1].sum()
+    )
+    assert grad(torch.tensor([1.0, 2.0], device=device))[1].isfinite().all()
+
+
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler, about itself
 @pytest.mark.parametrize("name", CONTROL_FLOW)

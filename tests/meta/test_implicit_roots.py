@@ -414,3 +414,25 @@ def test_what_a_condition_must_be(device: torch.device) -> None:
     ).requires_grad
     with pytest.raises(gradkit.UnsupportedGraphError, match=r"outside torch\.func"):
         torch.func.grad(lambda a: meta.implicit(lambda x, a: a, root=residual)(start, a).sum())(a)
+
+
+@pytest.mark.parametrize("name", ["inner_loss", "root", "fixed_point"])
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_what_a_condition_has_written_is_put_back(
+    device: torch.device, name: str, error: type[BaseException]
+) -> None:
+    norm = nn.BatchNorm1d(3, affine=False, device=device)
+    data = torch.randn(6, 3, device=device)
+
+    def condition(x: Tensor, scale: Tensor) -> Tensor:
+        norm(data * x.detach())
+        nn.functional.dropout(data)
+        raise error
+
+    find = meta.implicit(lambda x, _: x, **{name: condition})  # type: ignore[arg-type]
+    scale = torch.ones((), device=device, requires_grad=True)
+    before = torch.get_rng_state(), {k: b.clone() for k, b in norm.named_buffers()}
+    with pytest.raises(error):
+        find(torch.ones(3, device=device), scale)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert all(torch.equal(b, before[1][k]) for k, b in norm.named_buffers())

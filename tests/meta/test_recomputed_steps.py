@@ -292,3 +292,23 @@ def test_control_flow_of_torch_is_refused(device: torch.device, memory: Any) -> 
         loop.adapted(branch)
     torch._dynamo.reset()
     assert loop.height().isfinite()
+
+
+@recomputing
+def test_steps_whose_params_do_not_depend_on_those_before(
+    device: torch.device, memory: Any
+) -> None:
+    """The first steps of schedule-free AdamW give params that none of the old ones is in."""
+    start = torch.linspace(-1, 1, 5, device=device)
+    batches = [0.1 * step * torch.ones_like(start) for step in range(STEPS)]
+
+    def adapted(memory: Any) -> Tensor:
+        return meta.unroll(
+            lambda w, _, x: ((w - x) ** 4).sum(),
+            start,
+            batches,
+            meta.schedule_free_adamw(lr=0.1),
+            memory=memory,
+        ).params
+
+    assert_same_bits(adapted(memory).detach(), adapted("store"))

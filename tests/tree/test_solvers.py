@@ -170,6 +170,12 @@ def test_what_they_refuse(device: torch.device) -> None:
         (lambda s: s(lambda v: {"w": v}, b), TypeError, r"matvec\(v\)"),
         (lambda s: s(lambda v: v, 2.0), TypeError, "b: expected a tensor"),
         (lambda s: s(lambda v: v, b.clone().requires_grad_()), RuntimeError, "b: .*require grad"),
+        (lambda s: func.jvp(lambda b: s(lambda v: v, b)[0], (b,), (b,)), RuntimeError, "a tangent"),
+        (
+            lambda s: func.jvp(lambda a: s(lambda v: a * v, b)[0], (b,), (b,)),
+            RuntimeError,
+            r"matvec\(v\): .*a tangent",
+        ),
         (lambda _: tree.cg(lambda v: v, b, x0=b[:1]), ValueError, "x0: expected the shape"),
         (lambda _: tree.gmres(lambda v: v, b, restart=0), ValueError, "restart: expected a posit"),
         (lambda _: tree.neumann(lambda v: v, b, step="a"), ValueError, "step: expected a real"),
