@@ -81,7 +81,8 @@ class Conflicts(Report):
             return "No pair of losses conflicts."
         pairs = [f"{a} and {b} {cosine_text(cosine)}" for a, b, cosine in self.conflicting[:4]]
         count = len(self.conflicting)
-        text = f"{plural(count, 'pair')} in conflict, {self.share:.0%} of pairs of nonzero gradients"
+        share = f"{self.share:.0%} of the pairs of nonzero gradients"
+        text = f"{plural(count, 'pair')} in conflict, {share}"
         clear = sum(cosine < -_CLEAR for *_, cosine in self.conflicting)
         if clear < count:
             text += f" ({clear or 'none'} below -{_CLEAR})"

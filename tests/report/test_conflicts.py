@@ -216,7 +216,9 @@ def test_text_table_and_sentence(device: torch.device) -> None:
     found = conflicts(rows(device, [1.0, 0.0], [-1.0, 0.0]))
     lines = [line.split() for line in str(found).splitlines()]
     assert ["a", "1", "+1.00", "-1.00"] in lines
-    assert "1 pair in conflict, 100% of pairs of nonzero gradients: a and b -1.00." in str(found)
+    assert "1 pair in conflict, 100% of the pairs of nonzero gradients: a and b -1.00." in str(
+        found
+    )
     assert "No pair" in str(conflicts(rows(device, [1.0, 0.0], [1.0, 0.0])))
     many = conflicts([[torch.randn(5, device=device)] for _ in range(30)])
     assert max(map(len, str(many).splitlines())) <= 100
@@ -380,9 +382,9 @@ def test_the_params_are_those_that_some_loss_reaches(device: torch.device) -> No
 @pytest.mark.parametrize(
     ("others", "expected"),
     [
-        ([-0.001], "100% of pairs of nonzero gradients (none below -0.05): "),
-        ([-0.001, -1.0], "67% of pairs of nonzero gradients (1 below -0.05): "),
-        ([-1.0], "100% of pairs of nonzero gradients: "),
+        ([-0.001], "100% of the pairs of nonzero gradients (none below -0.05): "),
+        ([-0.001, -1.0], "67% of the pairs of nonzero gradients (1 below -0.05): "),
+        ([-1.0], "100% of the pairs of nonzero gradients: "),
     ],
 )
 def test_slight_conflicts_are_told_from_clear_ones(
