@@ -27,6 +27,7 @@ from gradkit._compat.undoing import INSIDE, undo_stack
 from gradkit._core import user_code
 from gradkit._core.call import Call
 from gradkit._core.grad_recorder import any_observers, hidden_passes, observed_tensors, observers
+from gradkit._core.known_results import merged
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._state.grad_attribute import grads_put_back, set_grads
 from gradkit._state.recomputed_tensors import recompute_hooks, recomputed_tensor_sources
@@ -266,8 +267,7 @@ def vmapped_grads(
         return [grad for grad in grads if grad is not None], others  # vmap returns tensors only
 
     grads, others = vmap(present, **options)(*batched)
-    stacked = iter(grads)
-    return [next(stacked) if there else None for there in reached], list(others)
+    return merged([None] * len(reached), reached, grads), list(others)
 
 
 def reference_backward(losses: Sequence[Tensor]) -> None:

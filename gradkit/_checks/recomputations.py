@@ -94,8 +94,7 @@ def refuse_other_tensors(call: Call, *, thorough: bool = False) -> None:
         return
     frames = _frames(nodes_in_order(map(call.outputs.__getitem__, call.differentiated)))
     for frame, node in frames.items():
-        if type(node) in DRAW_AFTER_SAVING:
-            _refuse_lost_noise(call, node)
+        _refuse_lost_noise(call, node)
         error = checkpoints.changed_argument(frame)
         if error is not None and (where := _loss_through(call, node)) is not None:
             expected = f"the arguments of a checkpoint, of {_function(frame)}, as they were in its "
@@ -104,7 +103,7 @@ def refuse_other_tensors(call: Call, *, thorough: bool = False) -> None:
             raise UnsupportedGraphError(message(where, f"{expected}forward pass", got, fix))
     for frame in frames:
         if not checkpoints.preserves_rng_state(frame):
-            _WatchedRecomputation(frame, call.losses.path(call.differentiated[0]))
+            _refuse_other_draws(frame, call.losses.path(call.differentiated[0]))
     if any(map(has_values, frames)):
         compare_values(frames, call.whole.nodes)
 
@@ -166,28 +165,27 @@ def _loses_noise(node: Any) -> str:
     return ""
 
 
-class _WatchedRecomputation:
-    """Runs a checkpoint's recomputation once, and raises if it draws random numbers anew."""
+def _refuse_other_draws(frame: Frame, where: str) -> None:
+    """Let a checkpoint raise if it draws random numbers anew when it recomputes, the next time."""
+    # Not the call: the graph has the frame, and what of Python's it has is not collected.
+    reference, original = ref(frame), frame.recompute_fn
 
-    def __init__(self, frame: Frame, where: str) -> None:
-        # Not the call: the graph has the frame, and what of Python's it has is not collected.
-        self._frame, self._recompute, self._where = ref(frame), frame.recompute_fn, where
-        frame.recompute_fn = self
-
-    def __call__(self, *args: Any) -> None:
-        frame = self._frame()
+    def recompute(*args: Any) -> None:
+        frame = reference()
         if frame is not None:
-            frame.recompute_fn = self._recompute
+            frame.recompute_fn = original
         before, seed = rng.states(args), torch.initial_seed()
         try:
-            self._recompute(*args)
+            original(*args)
         finally:  # torch ends it by an exception where it has all that it needs
             # One that sets a seed of its own draws the same as before.
             if rng.differ(before) and torch.initial_seed() == seed:
                 expected = "a checkpoint that draws the same random numbers when it recomputes"
                 got = f"one of {_function(frame)} with preserve_rng_state=False, which draws others"
                 fix = "leave that out: checkpoint(fn, x, use_reentrant=False)"
-                raise UnsupportedGraphError(message(self._where, expected, got, fix))
+                raise UnsupportedGraphError(message(where, expected, got, fix))
+
+    frame.recompute_fn = recompute
 
 
 def refuse_checkpoint_error(error: RuntimeError, where: str, losses: Iterable[Tensor] = ()) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
-from weakref import ReferenceType, ref
 
 import torch
 from torch import SymInt, Tensor
@@ -25,16 +24,8 @@ from gradkit.errors import UnsupportedGraphError, message
 Recompute = Callable[[], Tensor]
 
 
-class RecomputedTensorSource:
-    """Whatever makes such tensors; while one exists, passes with create_graph look for them."""
-
-    def __init__(self) -> None:
-        forget = partial(recomputed_tensor_sources.pop, id(self))  # given the reference as default
-        recomputed_tensor_sources[id(self)] = ref(self, forget)
-
-
-# A plain dictionary: a pass asks no more of it than whether there is any.
-recomputed_tensor_sources: dict[int, ReferenceType[RecomputedTensorSource]] = {}
+# The ids of what makes such tensors: while one exists, passes with create_graph look for them.
+recomputed_tensor_sources: set[int] = set()
 # By storage: a view of a tensor is saved as part of it. The lives of Python's own objects differ
 # between processes, which must recompute the same tensors. A weak reference keeps the address.
 _recomputed: dict[int, tuple[StorageWeakRef, torch.dtype, Recompute]] = {}

@@ -50,17 +50,15 @@ def by_formula(operation: Callable[..., Any], args: Sequence[Any], kwargs: Any) 
         with sdpa_kernel(SDPBackend.MATH), INSIDE:
             return operation(*args, **kwargs)
     if operation is _fused:
-        given, options = pytree.map_tensors(_without_data, (args, kwargs))
+        given, options = pytree.map_tensors(
+            lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"), (args, kwargs)
+        )
         operation(*given, **options)  # raises for bad arguments
         return attention(*args, **kwargs)
     # A mode does not see what is called in an operation that it runs.
     names = {"has_torch_function": lambda _: False, "scaled_dot_product_attention": attention}
     code, variables = _multi_head.__code__, vars(functional) | names
     return FunctionType(code, variables, argdefs=_multi_head.__defaults__)(*args, **kwargs)
-
-
-def _without_data(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def attention(

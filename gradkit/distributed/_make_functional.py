@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 import torch.distributed as dist
@@ -32,8 +32,8 @@ from gradkit._compat.undoing import INSIDE, undone
 from gradkit._state.module_state import alone_with
 from gradkit._state.recomputed_tensors import (
     Recompute,
-    RecomputedTensorSource,
     recompute_hooks,
+    recomputed_tensor_sources,
     refuse_changed,
     register_recompute,
 )
@@ -53,12 +53,16 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class CollectiveOrder(RecomputedTensorSource):
+class CollectiveOrder:
     """The collectives that a rank has taken part in since the last call, as a number."""
 
     # Without it, ranks with different graphs could swap parameters of one shape unnoticed.
 
     count = digest = 0
+
+    def __init__(self) -> None:
+        recomputed_tensor_sources.add(id(self))
+        finalize(self, recomputed_tensor_sources.discard, id(self))
 
     def add(self, index: int, kind: int) -> None:
         """Count a collective for a parameter."""

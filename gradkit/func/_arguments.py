@@ -14,6 +14,7 @@ from gradkit._compat.transforms import carries_graph, transforms
 from gradkit._core import call as options
 from gradkit._core import params, pytree
 from gradkit._core.call import Unused
+from gradkit._core.known_results import merged
 from gradkit._core.ownership import grad_dtype, owned, zeros_for
 from gradkit._core.params import Grads, IsVariable, Params, Tensors
 from gradkit._core.pytree import PyTree
@@ -213,8 +214,7 @@ def _owned(grads: Grads, variables: Sequence[Tensor], leading: tuple[int, ...]) 
         buffers = [torch.empty_like(x, memory_format=torch.contiguous_format) for x, _ in pairs]
     else:
         buffers = [torch.empty_like(like, dtype=x.dtype) for x, like in pairs]
-    copies = iter(copied([x for x, _ in pairs], buffers))
-    return [x if x is None else next(copies) for x in grads]
+    return merged(grads, [x is not None for x in grads], copied([x for x, _ in pairs], buffers))
 
 
 def copied(tensors: Sequence[Tensor], buffers: Sequence[Tensor] | None = None) -> Tensors:

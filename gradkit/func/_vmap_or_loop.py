@@ -16,6 +16,7 @@ from gradkit._compat.autograd import plain_recurrent_kernels
 from gradkit._compat.transforms import batched_like, level_of, transforms
 from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
+from gradkit._core.known_results import merged
 from gradkit._core.params import Tensors
 from gradkit._core.pytree import PyTree, Structure
 from gradkit._core.user_code import captured_by
@@ -162,9 +163,8 @@ class Batch:
 
     def tree(self, tensors: Iterable[Tensor]) -> PyTree:
         """Return the tree with other tensors in place of the batched ones."""
-        rest, pairs = iter(tensors), zip(self.leaves, self._by_leaf, strict=True)
-        leaves = [leaf if dim is None else next(rest) for leaf, dim in pairs]
-        return pytree.unflatten(self._spec, leaves)
+        are_batched = [dim is not None for dim in self._by_leaf]
+        return pytree.unflatten(self._spec, merged(self.leaves, are_batched, tensors))
 
     def chunks(self, size: int, randomness: Randomness) -> Iterator[tuple[int, Tensors]]:
         """Yield where each chunk begins, and its tensors; all draw the "same" numbers."""

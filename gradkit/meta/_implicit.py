@@ -29,9 +29,10 @@ from gradkit._state.rerun import RerunState, recording_writes
 from gradkit._state.snapshot import put_back_on_error
 from gradkit._torch_bugs.monitor import ForwardMonitor, OpMonitor
 from gradkit.errors import describe, message, warn_fallback
+from gradkit.func._arguments import read_arguments
 from gradkit.func._checkpoint import ResultOfUserCode
 from gradkit.func._products import write_counts
-from gradkit.meta._inner_step import read_inner_params, read_loss, refuse_captured, runs_user_code
+from gradkit.meta._inner_step import read_loss, refuse_captured, runs_user_code
 
 # Multiplies a vector, given as a list of tensors, by the matrix.
 MatrixVectorProduct: TypeAlias = Callable[[Tensors], Tensors]
@@ -128,7 +129,8 @@ def implicit(
 
     def find(params: PyTree, outer: PyTree) -> PyTree:
         with put_back_on_error(solver, inner_loss, root, fixed_point):
-            inner = read_inner_params(params, dense=True)  # torch has no Hessian of sparse tensors
+            # Dense: torch has no Hessian of sparse tensors.
+            inner = read_arguments((params,), 0, "params", dense=True)
             outer_tensors, rebuild_outer = pytree.partition_tensors(outer)
             outer_tensors = without_inference(outer_tensors)
             _check_tensors(inner.variables, outer_tensors)

@@ -28,7 +28,7 @@ from gradkit._core import pytree, user_code
 from gradkit._core.call import Losses
 from gradkit._core.graph import Subgraph, edge
 from gradkit._core.known_results import merged
-from gradkit._core.params import Grads, Tensors, expand_params
+from gradkit._core.params import Grads, Tensors
 from gradkit._core.pytree import PyTree
 from gradkit._core.results_without_graph import with_refused_derivatives
 from gradkit._state.rerun import RerunState, recording_writes, what_first_run_made
@@ -36,17 +36,11 @@ from gradkit._state.snapshot import Snapshot
 from gradkit._torch_bugs.monitor import ForwardMonitor
 from gradkit._torch_bugs.node_formulas import holds_formulas
 from gradkit.errors import describe, message
-from gradkit.func._arguments import Arguments, read_arguments
+from gradkit.func._arguments import Arguments
 from gradkit.func._checkpoint import Recomputation
 from gradkit.func._differentiate import LevelPasses, differentiate, parts_of, read_returned
 from gradkit.meta._builtin_optimizers import is_own_rule
 from gradkit.meta._optimizer import Optimizer, StateLists, check_grads, update
-
-
-def read_inner_params(tree: PyTree, *, dense: bool = False) -> Arguments:
-    """Open and check params, of which none may be sparse if they are to be dense."""
-    leaves, spec = expand_params(tree, "params")
-    return read_arguments((pytree.unflatten(spec, leaves),), 0, "params", dense=dense)
 
 
 def raised_where_it_would_take(error: Exception, fn: Callable[..., Any], *args: Any) -> bool:

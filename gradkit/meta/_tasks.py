@@ -26,7 +26,7 @@ from gradkit.func._arguments import Arguments, read_arguments
 from gradkit.func._differentiate import differentiate, gradient_of_the_sum
 from gradkit.func._errors import independent
 from gradkit.func._vmap_or_loop import Batch, OneByOne, Randomness, RunOne
-from gradkit.meta._inner_step import raised_where_it_would_take, read_inner_params, read_loss
+from gradkit.meta._inner_step import raised_where_it_would_take, read_loss
 
 _STACK = "tasks=gradkit.tree.stack(tasks); or a loop over tasks that differ in size"
 _STACKED = "one tree, of tensors that have the tasks as a dimension"
@@ -102,7 +102,7 @@ def mean_value_and_grads(
     options.check_option("randomness", randomness, _vmap_or_loop.RANDOMNESS)
     ranks = None if group is None else require_group(group, "gradkit.meta.mean_value_and_grads")
     with nullcontext() if ranks is None else failures_reported(ranks):
-        outer, batch = read_inner_params(params), _read_tasks(tasks, in_dims)
+        outer, batch = read_arguments((params,), 0, "params"), _read_tasks(tasks, in_dims)
         try:
             totals, aux = _sum_over_tasks(
                 meta_loss_fn, has_aux, randomness, create_graph, outer, batch, tasks_at_once

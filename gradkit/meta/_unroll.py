@@ -18,6 +18,7 @@ from gradkit._core.params import Tensors
 from gradkit._core.pytree import PyTree
 from gradkit._state.snapshot import put_back_on_error
 from gradkit.errors import OptionError, StructureError, UnsupportedGraphError, describe, message
+from gradkit.func._arguments import read_arguments
 from gradkit.meta import _inner_step as steps
 from gradkit.meta import _optimizer
 from gradkit.meta._inner_step import Carry, InnerStep, StepInputs, StepOutputs
@@ -146,7 +147,7 @@ def unroll(
         torch.set_grad_enabled(enabled),
     ):
         data = _read_batches(batches)
-        inner = steps.read_inner_params(params, dense=True)  # a step takes views of them
+        inner = read_arguments((params,), 0, "params", dense=True)  # a step takes views of them
         facts = grad_transform, is_learned, first_order, has_buffers, has_aux
         step = InnerStep(loss_fn, inner, opt, *facts)
         tensors, rebuild = pytree.partition_tensors((outer, data, state, dict(opt.hyper), buffers))
