@@ -34,12 +34,12 @@ _POST_HOOKS = (
     "post-accumulate-grad hooks, which only .backward() runs, were left out: often they step an "
     "optimizer."
 )
-_NONE = "None against zero: no loss reaches it, which torch.func fills with zeros"
+_NONE = "None against zero: no loss reaches it; .backward() leaves None, torch.func gives zeros"
 _STALE = "stale .grad: .backward() adds to what is already in .grad"
 _TIED = (
     "tied: torch.func gives each place of the tensor its own part of the gradient; the parts add up"
 )
-_FROZEN = "frozen: torch.func differentiates with respect to whatever it is given"
+_FROZEN = "frozen: requires_grad is False, and torch.func differentiates it all the same"
 _HOOK = "a tensor hook on the leaf: torch.func runs none"
 
 

@@ -404,7 +404,7 @@ _CONSTANT = Verdict(
     "constant loss",
     "the loss carries no graph: made under no_grad or inference_mode, detached, from inputs none "
     "of which requires grad, by a checkpoint with use_reentrant=True of such inputs, or by an "
-    "operation that drops it, which gradkit.checked() around the forward pass names",
+    "operation that drops the graph (gradkit.checked() around the forward pass names it)",
 )
 _SHARDED = Verdict("sharded", "the parameters of a module sharded by FSDP are not in the graph")
 _INSIDE = Verdict(
@@ -431,8 +431,8 @@ _SAME_MEMORY = Verdict(
 _NOT_THERE = Verdict(
     "not in the graph",
     "the loss was not computed from it, or the path is cut (detach(), .data, .item(), no_grad, "
-    "another copy of the model, requires_grad set only since, a checkpoint with use_reentrant=True "
-    "none of whose inputs requires grad), which leaves no trace",
+    "another copy of the model, requires_grad set too late, a checkpoint with use_reentrant=True "
+    "none of whose inputs requires grad), which the graph does not show",
 )
 _PERHAPS_INSIDE = Verdict(
     "not in the graph",
