@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.func import vmap
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.testing._internal.common_methods_invocations import op_db
 
 from gradkit import func
 from gradkit._core import pytree
@@ -20,6 +19,7 @@ from gradkit._torch_bugs.monitor import _NAMES
 from gradkit._torch_bugs.node_formulas import NODE_FORMULAS, has_formula
 from gradkit._torch_bugs.table import BY_FORMULA, FORMULAS
 from tests.helpers import same_bits
+from tests.op_db import op_db
 
 # What torch says of options of its own.
 pytestmark = [

@@ -207,7 +207,7 @@ def test_other_errors_are_left_alone(device: torch.device) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_no_operation_of_torch_s_table_raises_torch_s_own(device: torch.device) -> None:
-    from torch.testing._internal.common_methods_invocations import op_db
+    from tests.op_db import op_db
 
     found: dict[str, str] = {}
     for info in op_db:

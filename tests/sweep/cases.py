@@ -82,7 +82,7 @@ Make = Callable[[int], list[Case]]  # at most so many cases
 
 def operations() -> Iterator[tuple[str, Make]]:
     """Yield every operation of torch's table, and what makes cases of it."""
-    from torch.testing._internal.common_methods_invocations import op_db
+    from tests.op_db import op_db
 
     for info in op_db:
         differentiable = info.supports_autograd and D in info.supported_dtypes("cpu")
@@ -111,7 +111,7 @@ def without_graph(count: int) -> set[str]:
     Of each, so many samples are tried: a floating-point output that has no graph is differentiated
     by the floating-point arguments, all of which require grad.
     """
-    from torch.testing._internal.common_methods_invocations import op_db
+    from tests.op_db import op_db
 
     infos = [info for info in op_db if info.full_name not in EXCLUDED]
     infos = [x for x in infos if D in x.supported_dtypes("cpu") and "jiterator" not in x.name]
