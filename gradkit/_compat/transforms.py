@@ -43,6 +43,7 @@ autograd_grad = _autograd_grad
 apply_function: Any = _custom_function_call
 # The transform level that a tensor belongs to: -1 for none, -2 for one that has ended.
 level_of: Callable[[Tensor], int] = _functorch.maybe_get_level
+_ENDED = -2
 # Whether a transform has wrapped a tensor, and whether that is grad, vjp or jvp.
 is_transform_tensor: Callable[[Tensor], bool] = _functorch.is_functorch_wrapped_tensor
 is_differentiated_tensor: Callable[[Tensor], bool] = _functorch.is_gradtrackingtensor
@@ -253,12 +254,12 @@ def is_writable(tensor: Tensor, operands: Iterable[Tensor]) -> bool:
 
 def is_of_ended_transform(tensor: Tensor) -> bool:
     """Return whether a transform that has returned had wrapped this tensor."""
-    return level_of(tensor) == -2
+    return level_of(tensor) == _ENDED
 
 
 def without_ended_levels(tensor: Tensor) -> Tensor:
     """Return what transforms that have returned had wrapped. Run on torch 2.13."""
-    while is_of_ended_transform(tensor):
+    while level_of(tensor) == _ENDED:
         tensor = _functorch.get_unwrapped(tensor)
     return tensor
 

@@ -101,8 +101,8 @@ def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class ResultOfUserCode(Result):
-    """Results whose rule runs code of the user's."""
+class Recomputed(Result):
+    """Results whose rule runs what has computed them again: code of the user's."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Recomputation:
 
     def results(self, values: Tensors, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
         """Return copies of what the first run has computed from tensors, with one node as graph."""
-        return ResultOfUserCode.of(Rule(self._grads, self._tangents), tensors, values)
+        return Recomputed.of(Rule(self._grads, self._tangents), tensors, values)
 
     def _grads(
         self, tensors: Sequence[Tensor], needed: Sequence[bool], cotangents: Sequence[Any]
@@ -134,7 +134,7 @@ class Recomputation:
             point = list(compress(tensors, needed))
             with levels.compiled_autograd_disabled():
                 grads = levels.run_in_level(in_level, point if create else list(map(cut, point)))[0]
-            return merged([None] * len(needed), needed, grads)
+                return merged([None] * len(needed), needed, grads)
         with torch.enable_grad(), INSIDE:
             # Views: the pass ends here, and does not go on through what was before.
             inputs = [
