@@ -214,6 +214,8 @@ def without_innermost_tangent(tensor: Tensor) -> Tensor:
 
 def carries_tangent(tensor: Tensor) -> bool:
     """Return whether a tensor carries a tangent, of this level or of one around it."""
+    if not in_dual_level():
+        return False
     # A tangent is shown at its own level alone.
     with undo_stack() as left:
         for layer in layers(tensor):
@@ -222,6 +224,11 @@ def carries_tangent(tensor: Tensor) -> bool:
             if not _functorch.is_batchedtensor(layer) and is_dual(layer):
                 return True
     return False
+
+
+def varies(tensor: Tensor) -> bool:
+    """Return whether a tensor carries a graph or a tangent."""
+    return carries_graph(tensor) or carries_tangent(tensor)
 
 
 def memory_of(tensor: Tensor) -> tuple[Any, ...]:
