@@ -43,6 +43,7 @@ autograd_grad = _autograd_grad
 apply_function: Any = _custom_function_call
 # The transform level that a tensor belongs to: -1 for none, -2 for one that has ended.
 level_of: Callable[[Tensor], int] = _functorch.maybe_get_level
+_ENDED = -2
 # Whether a transform has wrapped a tensor, and whether that is grad, vjp or jvp.
 is_transform_tensor: Callable[[Tensor], bool] = _functorch.is_functorch_wrapped_tensor
 is_differentiated_tensor: Callable[[Tensor], bool] = _functorch.is_gradtrackingtensor
@@ -213,6 +214,8 @@ def without_innermost_tangent(tensor: Tensor) -> Tensor:
 
 def carries_tangent(tensor: Tensor) -> bool:
     """Return whether a tensor carries a tangent, of this level or of one around it."""
+    if not in_dual_level():
+        return False
     # A tangent is shown at its own level alone.
     with undo_stack() as left:
         for layer in layers(tensor):
@@ -221,6 +224,11 @@ def carries_tangent(tensor: Tensor) -> bool:
             if not _functorch.is_batchedtensor(layer) and is_dual(layer):
                 return True
     return False
+
+
+def varies(tensor: Tensor) -> bool:
+    """Return whether a tensor carries a graph or a tangent."""
+    return carries_graph(tensor) or carries_tangent(tensor)
 
 
 def memory_of(tensor: Tensor) -> tuple[Any, ...]:
@@ -253,12 +261,12 @@ def is_writable(tensor: Tensor, operands: Iterable[Tensor]) -> bool:
 
 def is_of_ended_transform(tensor: Tensor) -> bool:
     """Return whether a transform that has returned had wrapped this tensor."""
-    return level_of(tensor) == -2
+    return level_of(tensor) == _ENDED
 
 
 def without_ended_levels(tensor: Tensor) -> Tensor:
     """Return what transforms that have returned had wrapped. Run on torch 2.13."""
-    while is_of_ended_transform(tensor):
+    while level_of(tensor) == _ENDED:
         tensor = _functorch.get_unwrapped(tensor)
     return tensor
 

@@ -7,18 +7,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import compress
 from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import Node
+from torch.func import jvp, vjp
 
 from gradkit._compat.autograd import node_type
-from gradkit._compat.transforms import differentiated, forward_mode_on, without_innermost_tangent
+from gradkit._compat.transforms import (
+    carries_graph,
+    differentiated,
+    forward_mode_on,
+    transforms,
+    without_default_hooks,
+    without_ended_levels,
+    without_innermost_tangent,
+)
 from gradkit._compat.undoing import INSIDE
 from gradkit.errors import UnsupportedGraphError
 
+Tensors: TypeAlias = tuple[Tensor, ...]
 Grads: TypeAlias = Sequence[Any]  # some of them None, as tangents
 
 
@@ -30,7 +42,7 @@ class Rule:
     grads: Callable[[Sequence[Tensor], Sequence[bool], Grads], Grads]
     # The tangents of the results, from those of the tensors.
     tangents: Callable[[Sequence[Tensor], Grads], Grads] | None = None
-    run: Callable[..., Iterable[Tensor]] | None = None  # computes the results, if they do not exist
+    run: Any = None  # computes the results from the tensors, if they do not exist
 
 
 class Result(Function):
@@ -39,18 +51,20 @@ class Result(Function):
     generate_vmap_rule = True
 
     @classmethod
-    def of(
-        cls, rule: Rule, tensors: Iterable[Tensor], values: Sequence[Tensor] = ()
-    ) -> tuple[Tensor, ...]:
+    def of(cls, rule: Rule, tensors: Iterable[Tensor], values: Sequence[Tensor] = ()) -> Tensors:
         """Return what the rule computes from tensors, or copies of values, as results of these."""
-        return cast("tuple[Tensor, ...]", cls.apply(rule, len(values), *values, *tensors))  # type: ignore[no-untyped-call]
+        # Outside of transforms not `cls.apply`, which looks up what each argument is called first:
+        # that takes two thirds of its time.
+        apply: Any = cls.apply if transforms() else super(Function, cls).apply  # type: ignore[misc]
+        given = map(without_ended_levels, (*values, *tensors))
+        return cast("Tensors", apply(rule, len(values), *given))
 
     @staticmethod
-    def forward(rule: Rule, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(rule.run(*tensors) if rule.run else (x.clone() for x in tensors[:count]))
+    def forward(rule: Rule, count: int, *tensors: Tensor) -> Tensors:
+        return tuple(map(Tensor.clone, tensors[:count]) if count else rule.run(*tensors))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
         ctx.rule, ctx.first = inputs[0], 2 + inputs[1]
         ctx.save_for_backward(*inputs[ctx.first :])
         ctx.save_for_forward(*inputs[ctx.first :])
@@ -70,6 +84,45 @@ class Result(Function):
         with forward_mode_on(), INSIDE:  # transforms around this one would lose theirs here
             primals = list(map(without_innermost_tangent, ctx.saved_tensors))
             return tuple(ctx.rule.tangents(primals, tangents[ctx.first :]))
+
+
+def rule_of(fn: Callable[..., Tensors]) -> Rule:
+    """Return the rule of a function of tensors, which runs again in a pass; so do derivatives."""
+    return Rule(partial(_grads, fn), partial(_tangents, fn), fn)
+
+
+def recomputed(fn: Callable[..., Tensors], *tensors: Tensor) -> Tensors:
+    """Return what a function of tensors does, of which a graph keeps nothing but the tensors."""
+    return Result.of(rule_of(fn), tensors) if any(map(carries_graph, tensors)) else fn(*tensors)
+
+
+def _grads(
+    fn: Callable[..., Tensors], tensors: Sequence[Tensor], needed: Sequence[bool], cotangents: Grads
+) -> Grads:
+    count, arrived = len(tensors), [cotangent is not None for cotangent in cotangents]
+
+    def pull(*every: Tensor) -> Tensors:
+        def of(*variables: Tensor) -> Tensors:
+            return tuple(compress(fn(*merged(every[:count], needed, variables)), arrived))
+
+        with without_default_hooks():
+            return tuple(vjp(of, *compress(every, needed))[1](every[count:]))
+
+    grads = recomputed(pull, *tensors, *compress(cotangents, arrived))
+    return merged([None] * count, needed, grads)
+
+
+def _tangents(fn: Callable[..., Tensors], tensors: Sequence[Tensor], tangents: Grads) -> Tensors:
+    count, moves = len(tensors), [tangent is not None for tangent in tangents]
+
+    def push(*every: Tensor) -> Tensors:
+        def of(*variables: Tensor) -> Tensors:
+            return fn(*merged(every[:count], moves, variables))
+
+        with forward_mode_on(), INSIDE:
+            return tuple(jvp(of, tuple(compress(every, moves)), every[count:])[1])
+
+    return recomputed(push, *tensors, *compress(tangents, moves))
 
 
 def merged(base: Sequence[Any], where: Iterable[object], values: Iterable[Any]) -> list[Any]:

@@ -8,27 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import compress
 from types import FunctionType
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.func import jvp, vjp
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradkit._compat.autograd import plain_attention
-from gradkit._compat.transforms import (
-    FORWARD,
-    carries_graph,
-    forward_mode_on,
-    transforms,
-    without_default_hooks,
-)
+from gradkit._compat.transforms import FORWARD, transforms
 from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
-from gradkit._core.known_results import Grads, Result, Rule, merged
+from gradkit._core.known_results import recomputed
 
 _fused: Any = functional.scaled_dot_product_attention
 _multi_head: Any = functional.multi_head_attention_forward
@@ -102,39 +94,3 @@ def _formula(
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
     options = {"scale": scale, "enable_gqa": enable_gqa}
     return (plain_attention(query, key, value, mask, dropout_p, **options)[0],)
-
-
-def recomputed(fn: Callable[..., Tensors], *tensors: Tensor) -> Tensors:
-    """Return what a function of tensors does; it runs again in a pass, as its derivatives do."""
-    if not any(map(carries_graph, tensors)):
-        return fn(*tensors)
-    return Result.of(Rule(partial(_grads, fn), partial(_tangents, fn), fn), tensors)
-
-
-def _grads(
-    fn: Callable[..., Tensors], tensors: Sequence[Tensor], needed: Sequence[bool], cotangents: Grads
-) -> Grads:
-    count, arrived = len(tensors), [cotangent is not None for cotangent in cotangents]
-
-    def pull(*every: Tensor) -> Tensors:
-        def of(*variables: Tensor) -> Tensors:
-            return tuple(compress(fn(*merged(every[:count], needed, variables)), arrived))
-
-        with without_default_hooks():
-            return tuple(vjp(of, *compress(every, needed))[1](every[count:]))
-
-    grads = recomputed(pull, *tensors, *compress(cotangents, arrived))
-    return merged([None] * count, needed, grads)
-
-
-def _tangents(fn: Callable[..., Tensors], tensors: Sequence[Tensor], tangents: Grads) -> Tensors:
-    count, moves = len(tensors), [tangent is not None for tangent in tangents]
-
-    def push(*every: Tensor) -> Tensors:
-        def of(*variables: Tensor) -> Tensors:
-            return fn(*merged(every[:count], moves, variables))
-
-        with forward_mode_on(), INSIDE:
-            return tuple(jvp(of, tuple(compress(every, moves)), every[count:])[1])
-
-    return recomputed(push, *tensors, *compress(tangents, moves))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import compress
@@ -15,10 +15,10 @@ from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
 from gradkit._compat.nodes import saved, saved_ints, saved_or
-from gradkit._compat.transforms import transforms, without_default_hooks
+from gradkit._compat.transforms import transforms
 from gradkit._compat.undoing import INSIDE, undone
 from gradkit._core.graph import Subgraph
-from gradkit._core.known_results import Grads, Result, Rule, merged
+from gradkit._core.known_results import Result, merged, rule_of
 from gradkit._core.user_code import Cotangents, hooks_registered, register_own_hooks, remove_hooks
 from gradkit._torch_bugs.attention import attention
 from gradkit._torch_bugs.formulas import logcumsumexp, weight_norm
@@ -84,8 +84,12 @@ def _by_formula(node: Any, grads: Cotangents, cotangents: Cotangents) -> Cotange
     are_made = [grad is not None for grad in grads]
     # Detached: torch's own derivative of them raises, even where nothing flows into it.
     present = [grad.detach() for grad in grads if grad is not None]
-    rule = Rule(partial(_grads_of_grads, formula, are_made))
-    return tuple(merged(grads, are_made, Result.of(rule, [cotangent, *inputs], present)))
+
+    def by_formula(cotangent: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(compress(vjp(formula, *inputs)[1](cotangent), are_made))
+
+    made = Result.of(rule_of(by_formula), [cotangent, *inputs], present)
+    return tuple(merged(grads, are_made, made))
 
 
 def _refuse_changed(node: Any, grads: Cotangents, cotangent: Tensor) -> None:
@@ -100,17 +104,3 @@ def _refuse_changed(node: Any, grads: Cotangents, cotangent: Tensor) -> None:
                 expected, got = "the gradients that torch makes there", "those that a hook returns"
                 fix = f"register the hook on a tensor, and not on {name}; or leave out create_graph"
                 raise UnsupportedGraphError(message(f"a hook on {name}", expected, got, fix))
-
-
-def _grads_of_grads(
-    formula: Formula, are_made: list[bool], tensors: Sequence[Tensor], _: Any, cotangents: Grads
-) -> Grads:
-    """Return the gradients, by the cotangent of a node and its inputs, of the node's gradients."""
-    arrived = [cotangent is not None for cotangent in cotangents]
-
-    def grads(cotangent: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        made = compress(vjp(formula, *inputs)[1](cotangent), are_made)
-        return tuple(compress(made, arrived))
-
-    with without_default_hooks():
-        return vjp(grads, *tensors)[1](tuple(compress(cotangents, arrived)))  # type: ignore[no-any-return]

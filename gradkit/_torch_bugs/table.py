@@ -139,7 +139,7 @@ def _may_vary(call: OpCall, _: Stack) -> bool:
     if torch.compiler.is_compiling():  # which cannot tell
         return True
     tensors = pytree.tensors((call.args, call.kwargs)) if torch.is_grad_enabled() else []
-    return any(transforms.carries_graph(x) or transforms.carries_tangent(x) for x in tensors)
+    return any(map(transforms.varies, tensors))
 
 
 def _of_norm(call: OpCall, stack: Stack, *, position: int = 1, functional: int = 3) -> bool:

@@ -21,7 +21,7 @@ from gradkit._autograd.passes import InnerPass
 from gradkit._checks.higher_derivatives import refuse_wrong_derivative
 from gradkit._compat import transforms as levels
 from gradkit._compat.dynamo import leave_uncompiled
-from gradkit._compat.transforms import BATCH, carries_graph, transforms, unbatched
+from gradkit._compat.transforms import BATCH, carries_graph, transforms, unbatched, varies
 from gradkit._compat.undoing import INSIDE, undo_stack, undone
 from gradkit._core import pytree, user_code
 from gradkit._core.call import check_function
@@ -101,8 +101,8 @@ def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class ResultOfUserCode(Result):
-    """Results whose rule runs code of the user's."""
+class Recomputed(Result):
+    """Results whose rule runs what has computed them again: code of the user's."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Recomputation:
 
     def results(self, values: Tensors, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
         """Return copies of what the first run has computed from tensors, with one node as graph."""
-        return ResultOfUserCode.of(Rule(self._grads, self._tangents), tensors, values)
+        return Recomputed.of(Rule(self._grads, self._tangents), tensors, values)
 
     def _grads(
         self, tensors: Sequence[Tensor], needed: Sequence[bool], cotangents: Sequence[Any]
@@ -134,7 +134,7 @@ class Recomputation:
             point = list(compress(tensors, needed))
             with levels.compiled_autograd_disabled():
                 grads = levels.run_in_level(in_level, point if create else list(map(cut, point)))[0]
-            return merged([None] * len(needed), needed, grads)
+                return merged([None] * len(needed), needed, grads)
         with torch.enable_grad(), INSIDE:
             # Views: the pass ends here, and does not go on through what was before.
             inputs = [
@@ -178,9 +178,10 @@ class _Rerun:
         # checkpoint around computes with.
         pairs = [(x, x.to(x.dtype)) for x in self._reachable.values()]
         is_input = levels.is_transform_tensor
-        pairs = [(x, now) for x, now in pairs if now is not x or _carries(now) or is_input(now)]
+        pairs = [(x, now) for x, now in pairs if now is not x or varies(now) or is_input(now)]
         self._captured, self._values = [x for x, _ in pairs], [now for _, now in pairs]
-        self._monitored = any(isinstance(mode, _MONITORS) for mode in levels.function_modes())
+        monitors = (OpMonitor, ForwardMonitor)
+        self._monitored = any(isinstance(mode, monitors) for mode in levels.function_modes())
         self._snapshots = list(map(ModuleSnapshot, modules))
         self._cells = _contents(_cells(fn, {}).values())
         self._assigned: list[tuple[dict[str, Any], str]] = []
@@ -190,7 +191,7 @@ class _Rerun:
         """Run the function, and return what it does, with one node in the stead of a graph."""
         observed = len(observed_tensors())
         inputs = [*self._given, *self._values]
-        leaves = [levels.detached_leaf(x) if _carries(x) else x for x in inputs]
+        leaves = [levels.detached_leaf(x) if varies(x) else x for x in inputs]
         try:
             with self._state.first_run(), recording_writes(), self._substituted(leaves):
                 out = self._run(leaves)
@@ -204,7 +205,7 @@ class _Rerun:
                 table[key] = value
                 self._reachable[id(value)] = value
             now = _reachable(self._roots, self._modules)
-            if any(map(_carries, (now[key] for key in now.keys() - self._reachable.keys()))):
+            if any(map(varies, (now[key] for key in now.keys() - self._reachable.keys()))):
                 raise UnsupportedGraphError(_KEEPS_A_GRAPH)
         except BaseException:
             for snapshot in self._snapshots:
@@ -220,7 +221,7 @@ class _Rerun:
         for table, key in {(id(table), key): (table, key) for table, key in pairs}.values():
             value = table[key] = _replaced(table[key], inputs)  # an LSTM lists its weights anew
             is_new = isinstance(value, Tensor) and id(value) not in self._reachable
-            if is_new and _carries(value):
+            if is_new and varies(value):
                 self._assigned.append((table, key))
 
     def _refuse_other_graphs(self, outputs: Tensors, leaves: Tensors) -> None:
@@ -232,7 +233,7 @@ class _Rerun:
             if key not in ids and (transforms() or not self._state.made(leaf)):
                 raise UnsupportedGraphError(_unseen(leaf))
         for output in outputs:
-            if levels.recording_levels(output) - own or _has_tangent(output):
+            if levels.recording_levels(output) - own or levels.carries_tangent(output):
                 raise UnsupportedGraphError(_unseen(output))
 
     def _recorded(self, outputs: Tensors, leaves: Tensors) -> Tensors:
@@ -316,7 +317,6 @@ class _Rerun:
 
 
 _Layout: TypeAlias = tuple[Structure, list[tuple[torch.Size, torch.dtype]]]
-_MONITORS = OpMonitor, ForwardMonitor
 
 
 def _reachable(roots: Iterable[object], modules: Iterable[nn.Module]) -> dict[int, Tensor]:
@@ -356,14 +356,6 @@ def _tables(modules: Iterable[nn.Module]) -> list[dict[str, Any]]:
     return list(chain.from_iterable(tables))
 
 
-def _has_tangent(tensor: Tensor) -> bool:
-    return levels.in_dual_level() and levels.carries_tangent(tensor)
-
-
-def _carries(tensor: Tensor) -> bool:
-    return carries_graph(tensor) or _has_tangent(tensor)
-
-
 class _Substitution(TorchFunctionMode):
     """Gives operations other tensors in the stead of some."""
 
@@ -386,13 +378,11 @@ def _replaced(value: Any, new: dict[int, Tensor]) -> Any:
     return type(value)(_replaced(x, new) for x in value) if is_list else value
 
 
-_FUNCTION = "a function of its arguments, and of what it can be seen to refer to"
-_ARGUMENT = "pass the tensor as an argument: checkpoint(fn)(x, w)"
-
-
 def _unseen(tensor: Tensor) -> str:
+    expected = "a function of its arguments, and of what it can be seen to refer to"
     got = f"one that uses a tensor with a graph from elsewhere ({describe(tensor)}): its gradient "
-    return message("fn", _FUNCTION, f"{got}would be lost", _ARGUMENT)
+    fix = "pass the tensor as an argument: checkpoint(fn)(x, w)"
+    return message("fn", expected, f"{got}would be lost", fix)
 
 
 _KEEPS_A_GRAPH = message(

@@ -30,7 +30,7 @@ from gradkit._state.snapshot import put_back_on_error
 from gradkit._torch_bugs.monitor import ForwardMonitor, OpMonitor
 from gradkit.errors import describe, message, warn_fallback
 from gradkit.func._arguments import read_arguments
-from gradkit.func._checkpoint import ResultOfUserCode
+from gradkit.func._checkpoint import Recomputed
 from gradkit.func._products import write_counts
 from gradkit.meta._inner_step import read_loss, refuse_captured, runs_user_code
 
@@ -296,7 +296,7 @@ class _OptimalityCondition:
         if not any(x.requires_grad for x in outer):
             return minimum
         rule = Rule(partial(self._grads, len(minimum)))
-        return list(ResultOfUserCode.of(rule, [*minimum, *outer], minimum))
+        return list(Recomputed.of(rule, [*minimum, *outer], minimum))
 
     def _run(self, at: Tensors, by: Tensors) -> tuple[Tensors, Subgraph]:
         before = recomputations.before([*at, *by])

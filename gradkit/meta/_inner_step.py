@@ -332,9 +332,9 @@ def run_recomputed(run: Steps, carry: Carry, inputs: StepInputs) -> StepOutputs:
     """Run steps without keeping their graph; gradients flow to the carry and the inputs."""
     tensors, rebuild = pytree.partition_tensors((carry, inputs))
     state = RerunState(tensors)
-    leaves = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
-    for variable in leaves[: len(carry.tensors)]:
-        variable.requires_grad_()
+    count = len(carry.tensors)  # of the variables, which come first
+    needed = [index < count or x.requires_grad for index, x in enumerate(tensors)]
+    leaves = [x.detach().requires_grad_(need) for x, need in zip(tensors, needed, strict=True)]
     with torch.enable_grad(), state.first_run():
         done = run(*rebuild(leaves), create_graph=False)
     outputs, rebuild_outputs = pytree.partition_tensors(done)
