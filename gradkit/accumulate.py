@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache, partial
 from itertools import chain
 from math import inf
+from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -19,7 +20,7 @@ from gradkit._checks.reachability import require_reached
 from gradkit._compat import distributed
 from gradkit._compat.dynamo import disable_compile
 from gradkit._compat.nodes import averaged_elements
-from gradkit._compat.undoing import INSIDE
+from gradkit._compat.undoing import INSIDE, undone
 from gradkit._core import pytree
 from gradkit._core.call import Grads, Losses, check_number, read_losses
 from gradkit._core.leaf_arithmetic import add_leaves, common_dtype
@@ -29,9 +30,10 @@ from gradkit._core.pytree import LEAF, PyTree, Structure
 from gradkit.distributed import _agreement, _ddp, _fsdp, all_reduce
 from gradkit.distributed._distributed_call import DistributedCall
 from gradkit.errors import OptionError, StructureError, UnsupportedGraphError, describe, message
-from gradkit.tree import add, add_
+from gradkit.tree import add
 
 _MEAN = "gradkit.Accumulator.mean"
+_version = attrgetter("_version")
 _MicroBatch = tuple[Losses, list[float]]  # with one count for all losses, or one for each
 
 
@@ -120,7 +122,7 @@ class Accumulator:
             read = cache(partial(_read, self._sums, loss_sum, count))
             joint = pytree.flatten(count)[1] == LEAF
             self._params, grads = self._run(joint, loss_sum, read)
-            self._sums = self._with(*read(), grads)
+            self._add(*read(), grads)
 
     def _run(
         self, joint: bool, loss_sum: PyTree, read: Callable[[], _MicroBatch]
@@ -148,8 +150,8 @@ class Accumulator:
             require_reached(result.call, result.grads)
         return params, [*chain(*result.grads)]
 
-    def _with(self, losses: Losses, counts: Sequence[float], grads: Grads) -> _Sums:
-        """Return the sums with another micro-batch, in the memory of those before if dense."""
+    def _add(self, losses: Losses, counts: Sequence[float], grads: Grads) -> None:
+        """Add a micro-batch to the sums, in the memory of those before if dense: all or nothing."""
         before = self._sums
         if before.losses is None:
             zeros = [loss.new_zeros((), dtype=common_dtype(loss.dtype)) for loss in losses.leaves]
@@ -164,9 +166,17 @@ class Accumulator:
         pairs = zip(cast("list[Tensor]", before.values), losses.leaves, strict=True)
         values = [total + loss.detach() for total, loss in pairs]
         counts = [a + b for a, b in zip(before.counts, counts, strict=True)]
-        if dense:  # last: until here nothing has changed
-            add_(*map(list, zip(*dense, strict=True)))
-        return _Sums(before.losses, counts, values, sums)
+        after = _Sums(before.losses, counts, values, sums)
+        totals, added = [total for total, _ in dense], [grad for _, grad in dense]
+        versions = list(map(_version, totals))
+
+        def count() -> None:  # what an interrupt finds added, too
+            if not dense or versions != list(map(_version, totals)):
+                self._sums = after
+
+        with undone(count), INSIDE:
+            if dense:  # in one call, which no interrupt cuts in two
+                torch._foreach_add_(totals, added)
 
     @disable_compile
     def mean(self, group: Any = None) -> tuple[PyTree, PyTree]:
