@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import chain
 from math import inf
-from operator import attrgetter
+from operator import call
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -20,7 +21,7 @@ from gradkit._checks.reachability import require_reached
 from gradkit._compat import distributed
 from gradkit._compat.dynamo import disable_compile
 from gradkit._compat.nodes import averaged_elements
-from gradkit._compat.undoing import INSIDE, undone
+from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
 from gradkit._core.call import Grads, Losses, check_number, read_losses
 from gradkit._core.leaf_arithmetic import add_leaves, common_dtype
@@ -33,7 +34,6 @@ from gradkit.errors import OptionError, StructureError, UnsupportedGraphError, d
 from gradkit.tree import add
 
 _MEAN = "gradkit.Accumulator.mean"
-_version = attrgetter("_version")
 _MicroBatch = tuple[Losses, list[float]]  # with one count for all losses, or one for each
 
 
@@ -166,17 +166,11 @@ class Accumulator:
         pairs = zip(cast("list[Tensor]", before.values), losses.leaves, strict=True)
         values = [total + loss.detach() for total, loss in pairs]
         counts = [a + b for a, b in zip(before.counts, counts, strict=True)]
-        after = _Sums(before.losses, counts, values, sums)
-        totals, added = [total for total, _ in dense], [grad for _, grad in dense]
-        versions = list(map(_version, totals))
-
-        def count() -> None:  # what an interrupt finds added, too
-            if not dense or versions != list(map(_version, totals)):
-                self._sums = after
-
-        with undone(count), INSIDE:
-            if dense:  # in one call, which no interrupt cuts in two
-                torch._foreach_add_(totals, added)
+        steps: list[Callable[[], Any]] = []
+        if dense:
+            steps.append(partial(torch._foreach_add_, *map(list, zip(*dense, strict=True))))
+        steps.append(partial(setattr, self, "_sums", _Sums(before.losses, counts, values, sums)))
+        deque(map(call, steps), 0)  # in one call, which no interrupt cuts in two
 
     @disable_compile
     def mean(self, group: Any = None) -> tuple[PyTree, PyTree]:

@@ -310,27 +310,6 @@ def test_an_error_in_the_pass_adds_nothing(device: torch.device) -> None:
     assert (mean, grad.tolist()) == (1, [0.5, 0.5])
 
 
-@pytest.mark.parametrize("is_added", [False, True])
-def test_an_interrupt_finds_a_micro_batch_counted_where_it_is_added(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, is_added: bool
-) -> None:
-    params = [torch.ones(2, dtype=d, device=device) for d in (torch.float32, torch.bfloat16)]
-    loss = sum(3 * w.requires_grad_().float().sum() for w in params)
-    total, kernel = gradkit.Accumulator(params), torch._foreach_add_
-    total.add_(loss, 3)
-
-    def interrupted(totals: Any, grads: Any) -> None:
-        if is_added:
-            kernel(totals, grads)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(torch, "_foreach_add_", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        total.add_(sum(12 * w.float().sum() for w in params), 2)
-    _, grads = total.mean()
-    assert [grad.tolist() for grad in grads] == [[3.0, 3.0] if is_added else [1.0, 1.0]] * 2
-
-
 def test_it_works_in_inference_mode_and_under_no_grad(device: torch.device) -> None:
     w = torch.ones(2, device=device, requires_grad=True)
     loss, more = w.sum().reshape(1), w.sum()
