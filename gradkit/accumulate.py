@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import chain
 from math import inf
+from operator import call
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -29,7 +31,7 @@ from gradkit._core.pytree import LEAF, PyTree, Structure
 from gradkit.distributed import _agreement, _ddp, _fsdp, all_reduce
 from gradkit.distributed._distributed_call import DistributedCall
 from gradkit.errors import OptionError, StructureError, UnsupportedGraphError, describe, message
-from gradkit.tree import add, add_
+from gradkit.tree import add
 
 _MEAN = "gradkit.Accumulator.mean"
 _MicroBatch = tuple[Losses, list[float]]  # with one count for all losses, or one for each
@@ -120,7 +122,7 @@ class Accumulator:
             read = cache(partial(_read, self._sums, loss_sum, count))
             joint = pytree.flatten(count)[1] == LEAF
             self._params, grads = self._run(joint, loss_sum, read)
-            self._sums = self._with(*read(), grads)
+            self._add(*read(), grads)
 
     def _run(
         self, joint: bool, loss_sum: PyTree, read: Callable[[], _MicroBatch]
@@ -148,8 +150,8 @@ class Accumulator:
             require_reached(result.call, result.grads)
         return params, [*chain(*result.grads)]
 
-    def _with(self, losses: Losses, counts: Sequence[float], grads: Grads) -> _Sums:
-        """Return the sums with another micro-batch, in the memory of those before if dense."""
+    def _add(self, losses: Losses, counts: Sequence[float], grads: Grads) -> None:
+        """Add a micro-batch to the sums, in the memory of those before if dense: all or nothing."""
         before = self._sums
         if before.losses is None:
             zeros = [loss.new_zeros((), dtype=common_dtype(loss.dtype)) for loss in losses.leaves]
@@ -164,9 +166,11 @@ class Accumulator:
         pairs = zip(cast("list[Tensor]", before.values), losses.leaves, strict=True)
         values = [total + loss.detach() for total, loss in pairs]
         counts = [a + b for a, b in zip(before.counts, counts, strict=True)]
-        if dense:  # last: until here nothing has changed
-            add_(*map(list, zip(*dense, strict=True)))
-        return _Sums(before.losses, counts, values, sums)
+        steps: list[Callable[[], Any]] = []
+        if dense:
+            steps.append(partial(torch._foreach_add_, *map(list, zip(*dense, strict=True))))
+        steps.append(partial(setattr, self, "_sums", _Sums(before.losses, counts, values, sums)))
+        deque(map(call, steps), 0)  # in one call, which no interrupt cuts in two
 
     @disable_compile
     def mean(self, group: Any = None) -> tuple[PyTree, PyTree]:

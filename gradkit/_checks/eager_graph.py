@@ -27,7 +27,7 @@ from gradkit._checks.circumstances import (
 from gradkit._checks.modified_tensors import nodes_of_functions
 from gradkit._compat import distributed
 from gradkit._compat.dynamo import any_compiled, overwrites_saved_tensors
-from gradkit._compat.nodes import any_released, has_released, names_by_kind
+from gradkit._compat.nodes import any_released, has_released, names_by_kind, output_kind
 from gradkit._core import graph
 from gradkit._core.call import Call, Losses
 from gradkit._core.graph import Subgraph
@@ -41,6 +41,11 @@ def check_backward(call: Call) -> None:
     below = call.whole
     if not any(below.reaches(variable) for _, _, variable in call.variables()):
         reachability.refuse_nothing_reached(call)
+    leaves = [(node, graph.leaf_of(node)) for node in graph.leaf_nodes(below.nodes)]
+    kept = {id(x) for node, x in leaves if output_kind(node, 0) == (x.dtype, x.device)}
+    if len(kept) < len(leaves):  # torch would leave the `.grad` of one that was cast as it was
+        each = [[v if id(v) in kept else None for v in p.variables] for _, p in call.passes]
+        reachability.refuse_cast_since_forward(call, each)
 
 
 def check_backward_to_leaves(call: Call) -> None:

@@ -94,8 +94,8 @@ def _by_formula(node: Any, grads: Cotangents, cotangents: Cotangents) -> Cotange
 
 def _refuse_changed(node: Any, grads: Cotangents, cotangent: Tensor) -> None:
     """Raise if a hook of the user's on a node has changed its gradients: no formula has that."""
+    made = node(cotangent)  # with a graph: without one, torch takes another kernel for some
     with torch.no_grad(), INSIDE:
-        made = node(cotangent)
         for ours, grad in zip(made if isinstance(made, tuple) else (made,), grads, strict=True):
             if (ours is None) is not (grad is None) or (
                 ours is not None and not torch.allclose(ours, grad, equal_nan=True)  # type: ignore[arg-type]

@@ -245,7 +245,8 @@ def check_arguments(
     if not (hasattr(optimizer, "param_groups") and callable(getattr(optimizer, "step", None))):
         fix = "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)"
         if isinstance(params, Optimizer) or isinstance(grads, Optimizer):
-            fix = "pass the optimizer first: gradkit.step_(optimizer, params, grads)"
+            name, rest = ("minimize_", "losses") if params is None else ("step_", "params, grads")
+            fix = f"pass the optimizer first: gradkit.{name}(optimizer, {rest})"
         elif hasattr(optimizer, "optimizer"):
             fix = "pass the optimizer itself, and call the scheduler's step() as before"
         expected, got = "a torch.optim.Optimizer", describe(optimizer)

@@ -282,3 +282,19 @@ def test_a_step_of_a_module(device: torch.device, name: str) -> None:
         tolerance = 1e-5 if dtype == torch.float64 else 1e-2
         right = along[key] - hessian_product
         torch.testing.assert_close(grad, right, rtol=tolerance, atol=tolerance)
+
+
+def test_a_hook_elsewhere_changes_nothing(device: torch.device) -> None:
+    """Torch's kernel for passes without a graph rounds otherwise than what has one."""
+    elsewhere = torch.ones(1, device=device, requires_grad=True)
+    for seed in range(20):
+        torch.manual_seed(seed)
+        module = normalized().to(device)
+        loss = module(torch.randn(6, 4, device=device)).square().sum()
+        params = list(module.parameters())
+        options: Any = {"create_graph": True, "retain_graph": True}
+        _, without = gradkit.value_and_grads(loss, params, **options)
+        handle = elsewhere.register_hook(lambda grad: grad)
+        _, grads = gradkit.value_and_grads(loss, params, **options)
+        handle.remove()
+        assert_same_bits(grads, without)

@@ -378,7 +378,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module, Any], Any], type[Exception], str]]
     ),
     "arguments in another order": (
         lambda model, o: gradkit.minimize_(loss_of(model), o),
-        gradkit.UnsupportedOptimizerError, "optimizer: expected a torch.optim.Optimizer",
+        gradkit.UnsupportedOptimizerError, r"first: gradkit.minimize_\(optimizer, losses\)$",
     ),
     "a module": (
         lambda model, o: gradkit.minimize_(model, loss_of(model)),

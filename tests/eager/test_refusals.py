@@ -236,7 +236,10 @@ def test_a_parameter_cast_after_the_forward_is_refused(device: torch.device) -> 
         with pytest.raises(gradkit.UnreachedParamError, match="moved or cast since"):
             gradkit.value_and_grads(loss, params, retain_graph=True)
         with pytest.raises(gradkit.UnreachedParamError, match="moved or cast since"):
-            gradkit.per_loss_grads([loss, loss * 2], params)
+            gradkit.per_loss_grads([loss, loss * 2], params, retain_graph=True)
+        with pytest.raises(gradkit.UnreachedParamError, match="moved or cast since"):
+            gradkit.backward_(loss, params)
+        assert other.weight.grad is None
         cast.float()
 
 

@@ -6,6 +6,7 @@ import linecache
 import os
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -64,6 +65,7 @@ class World:
             param.grad = torch.ones_like(param)
         self.given = [torch.full_like(param, 0.5) for param in self.params]
         self.middle = self.model[0](self.x)
+        self.total: gradkit.Accumulator | None = None
 
     def loss(self) -> Tensor:
         return Cube.apply(self.model[1:](self.middle)).square().mean()
@@ -82,10 +84,12 @@ class World:
         ]
 
     def values(self) -> list[Any]:
-        """Return the values of parameters, buffers, `.grad` and the optimizer's state."""
+        """Return the values of parameters, buffers, `.grad`, the optimizer's state and sums."""
         grads = [None if p.grad is None else p.grad.tolist() for p in self.params]
         state = {name: x.tolist() for name, x in self.model.state_dict().items()}
-        return [grads, state, repr(self.optimizer.state_dict())]
+        mean, sums = (torch.zeros(()), []) if self.total is None else self.total.mean()
+        every = [mean.tolist(), [grad.tolist() for grad in sums]]
+        return [grads, state, repr(self.optimizer.state_dict()), every]
 
 
 def modes() -> dict[str, Any]:
@@ -124,11 +128,15 @@ def modes() -> dict[str, Any]:
 Line = tuple[CodeType, int]
 
 
+Point = tuple[Line, int]  # a line, the n-th time that it runs
+
+
 class Interrupt:
     """Counts the lines of gradkit that a call runs, and raises at one of them."""
 
-    def __init__(self, at: int | None = None) -> None:
+    def __init__(self, at: Point | None = None) -> None:
         self._at = at
+        self._counts: Counter[Line] = Counter()
         self.lines: list[Line] = []
 
     def __call__(self, run: Callable[[], Any]) -> bool:
@@ -148,17 +156,21 @@ class Interrupt:
 
     def _line(self, frame: FrameType, event: str, argument: object) -> Any:
         if event == "line":
-            self.lines.append((frame.f_code, frame.f_lineno))
-            if len(self.lines) == self._at:
+            line = frame.f_code, frame.f_lineno
+            self.lines.append(line)
+            self._counts[line] += 1
+            if (line, self._counts[line]) == self._at:
                 raise KeyboardInterrupt
         return self._line
 
 
-def points(lines: list[Line]) -> list[int]:
+def points(lines: list[Line]) -> list[Point]:
     """Return where to interrupt: at each line the first time, and the last time, that it runs."""
-    first = {line: number for number, line in reversed(list(enumerate(lines, 1)))}
-    last = {line: number for number, line in enumerate(lines, 1)}
-    return sorted({*first.values(), *last.values()})
+    # Not the n-th line of all: what an interrupt keeps alive makes the walks of later calls longer.
+    counts = Counter(lines)
+    return list(
+        dict.fromkeys(point for line in counts for point in ((line, 1), (line, counts[line])))
+    )
 
 
 Call = Callable[[World], Callable[[], Any]]
@@ -258,6 +270,14 @@ def minimized(w: World, **options: Any) -> Callable[[], Any]:
     return lambda: gradkit.minimize_(w.optimizer, loss, **options)
 
 
+def accumulated(w: World) -> Callable[[], Any]:
+    """Return a micro-batch that is not the first."""
+    total = w.total = gradkit.Accumulator(w.params)
+    total.add_(torch.stack([p.square().sum() for p in w.params]).sum(), 3)
+    loss = w.loss() * 1
+    return lambda: total.add_(loss, 2)
+
+
 def with_given(call: Callable[..., Any]) -> Call:
     return lambda w: lambda: call(w.params, w.given)
 
@@ -277,6 +297,7 @@ SUBJECTS = {
     ),
     "minimize_": Subject(minimized, mutates=True),
     "minimize_, max_norm": Subject(partial(minimized, max_norm=1.0), mutates=True),
+    "Accumulator.add_": Subject(accumulated, mutates=True),
     "checked": Subject(in_checked),
     "safe_retain": Subject(retained),
     "safe_retain of modules": Subject(retained_of_modules),
@@ -313,14 +334,13 @@ def test_an_interrupt_at_any_line(device: torch.device, name: str) -> None:
         done = world.values()
         failed = [
             f"{code.co_filename[len(_PACKAGE) :]}:{line} {code.co_name}"
-            for number in points(whole.lines)
-            for code, line in [whole.lines[number - 1]]
-            if not leaves_all(device, subject, number, done)
+            for (code, line), number in points(whole.lines)
+            if not leaves_all(device, subject, ((code, line), number), done)
         ]
     assert not failed, f"{len(failed)} of {len(whole.lines)}:\n" + "\n".join(failed)
 
 
-def leaves_all(device: torch.device, subject: Subject, at: int, done: list[Any]) -> bool:
+def leaves_all(device: torch.device, subject: Subject, at: Point, done: list[Any]) -> bool:
     """Return whether an interrupt at a line leaves all as it was, or the call done."""
     world = World(device)
     run = subject.make(world)
@@ -342,7 +362,7 @@ def test_what_is_left_is_seen(device: torch.device, monkeypatch: pytest.MonkeyPa
         subject.make(World(device))()  # what is cached, is
     lines = Interrupt()
     assert not lines(step.make(World(device)))
-    (within,) = (n for n in points(lines.lines) if text(lines.lines[n - 1]).strip() == "step()")
+    (within,) = (point for point in points(lines.lines) if text(point[0]).strip() == "step()")
     assert leaves_all(device, step, within, [])
     monkeypatch.setattr(grad_attribute, "undone", lambda _: nullcontext())
     assert not leaves_all(device, step, within, [])
@@ -351,8 +371,8 @@ def test_what_is_left_is_seen(device: torch.device, monkeypatch: pytest.MonkeyPa
     assert not lines(retain.make(World(device)))
     grad_recorder.observers.active.clear()
     # Not the last line of all: it may be in `__del__` of a node, where Python goes on.
-    last = max(n for n, (code, _) in enumerate(lines.lines, 1) if code.co_name == "safe_retain")
-    assert not leaves_all(device, retain, last, [])
+    last = [line for line in lines.lines if line[0].co_name == "safe_retain"][-1]
+    assert not leaves_all(device, retain, (last, lines.lines.count(last)), [])
     grad_recorder.observers.active.clear()
 
 
