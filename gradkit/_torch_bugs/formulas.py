@@ -304,12 +304,10 @@ def sinc(operation: Operation, input: Tensor) -> Tensor:
 
 
 def bessel(operation: Operation, input: Tensor) -> Tensor:
-    """Return what torch.special.i0, i1, i0e and i1e do; near zero by their series, as sinc."""
-    name = operation.__name__
-    divisors = [n * (n + ("i1" in name)) for n in range(_TERMS, 0, -1)]
-    factor = input / 2 if "i1" in name else 1
-    factor = factor * (-input.abs()).exp() if name.endswith("e") else factor
-    return _near_zero(operation, input, (input / 2) ** 2, divisors, factor)
+    """Return what torch.special.i0 and i1 do; near zero by their series, as sinc."""
+    half, order = input / 2, int("i1" in operation.__name__)
+    divisors = [n * (n + order) for n in range(_TERMS, 0, -1)]
+    return _near_zero(operation, input, half**2, divisors, half**order)
 
 
 def _near_zero(

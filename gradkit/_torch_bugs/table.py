@@ -314,10 +314,10 @@ ROWS = (
                "sinc near zero, whose second derivative torch gets silently wrong",
                _is_near_zero, second=True)}),
     Defect("i0", formula=formulas.bessel, when=_may_vary, also=_FIRST, aliases="i0_"),
-    Defect("i1 i0e i1e", formula=formulas.bessel, when=_may_vary, also=_FIRST, values=dict.fromkeys(
-        ("SpecialI1Backward0", "SpecialI1EBackward0"),
-        _where("i1 near zero, whose second derivative torch gets silently wrong",
-               _is_near_zero, second=True))),
+    Defect("i1", formula=formulas.bessel, when=_may_vary, also=_FIRST,
+           values={"SpecialI1Backward0": _where(
+               "i1 near zero, whose second derivative torch gets silently wrong",
+               _is_near_zero, second=True)}),
     Defect("pow", formula=formulas.pow, also=_FIRST, aliases="pow_", values={"PowBackward1": _where(
         "a power whose exponent is zero, whose second derivative torch gets silently wrong",
         _has_zeroth_power, second=True)}),
