@@ -6,7 +6,6 @@ Apart, as its names are short: a caller says `rng.states(tensors)`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from itertools import chain
 from typing import TypeAlias
 
@@ -25,22 +24,6 @@ def states(tensors: Iterable[object]) -> States:
 def states_of(generators: Iterable[torch.device | Generator]) -> States:
     """Return the states of some generators, or of the default ones of devices."""
     return [(one, _state(one)) for one in generators]
-
-
-def in_use() -> States:
-    """Return the states of the default generators of the CPU and of the CUDA device in use."""
-    has_cuda = torch.cuda.is_initialized() and not is_capturing()
-    return states_of(map(torch.device, ("cpu", "cuda") if has_cuda else ("cpu",)))
-
-
-@contextmanager
-def put_back_on_error(saved: States) -> Iterator[None]:
-    """Put the generators back into these states if the block raises."""
-    try:
-        yield
-    except BaseException:
-        restore(saved)
-        raise
 
 
 def generators(captured: Iterable[object]) -> Iterator[Generator]:

@@ -313,6 +313,11 @@ ROWS = (
            aliases="sinc_", values={"SincBackward0": _where(
                "sinc near zero, whose second derivative torch gets silently wrong",
                _is_near_zero, second=True)}),
+    Defect("i0", formula=formulas.bessel, when=_may_vary, also=_FIRST, aliases="i0_"),
+    Defect("i1", formula=formulas.bessel, when=_may_vary, also=_FIRST,
+           values={"SpecialI1Backward0": _where(
+               "i1 near zero, whose second derivative torch gets silently wrong",
+               _is_near_zero, second=True)}),
     Defect("pow", formula=formulas.pow, also=_FIRST, aliases="pow_", values={"PowBackward1": _where(
         "a power whose exponent is zero, whose second derivative torch gets silently wrong",
         _has_zeroth_power, second=True)}),

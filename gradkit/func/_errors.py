@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from traceback import walk_tb
 from types import FrameType
@@ -21,17 +21,21 @@ R = TypeVar("R")
 _MAKE_FUNCTIONAL = "call, params, buffers = gradkit.func.make_functional(module)"
 
 
-def named_errors(run: Callable[[], R], *, nested: bool = False) -> R:
-    """Return what `run` returns; errors of torch.func raise with what to do, and draw nothing."""
+def named_errors(
+    run: Callable[[], R], tensors: Iterable[object] = (), *, nested: bool = False
+) -> R:
+    """Return what `run` returns; errors of torch.func raise with what to do."""
+    # After any error, the random states of the devices of `tensors` are as before.
     # All that are known; and all of torch's inside of another transform, or if `run` is `nested`
     # ones: in one level alone they are mostly mistakes of fn, and torch's text says which.
     if torch.compiler.is_compiling():
         return run()
+    states = [] if rng.is_capturing() else rng.states(tensors)
     try:
-        with rng.put_back_on_error(rng.in_use()):
-            return run()
-    except Exception as error:
-        why = _why_refused(error, nested)
+        return run()
+    except BaseException as error:
+        rng.restore(states)
+        why = _why_refused(error, nested) if isinstance(error, Exception) else None
         if why is None:
             raise
         raise UnsupportedGraphError(message("fn", *why)) from error

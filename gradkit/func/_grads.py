@@ -21,6 +21,7 @@ from gradkit.func import _differentiate as levels
 from gradkit.func import _vmap_or_loop
 from gradkit.func._arguments import ArgNums, Arguments, check_options, read_arguments
 from gradkit.func._differentiate import LevelPasses, differentiate, gradient_of_the_sum
+from gradkit.func._errors import named_errors
 from gradkit.func._vmap_or_loop import Batch, Dims, OneByOne, Randomness, RunOne
 
 _Gradients: TypeAlias = tuple[Grads, Tensors]
@@ -268,7 +269,8 @@ def per_sample_grads(
             if create_graph is False:
                 batch.tensors = levels.detached(batch.tensors)
             run = partial(_run, batch, of_sample, first.variables, randomness, chunk_size)
-            grads, others = attempt.run(batch.tensors, run) if batch.size else _run_of_none(run)
+            of_all = partial(attempt.run, batch.tensors) if batch.size else _run_of_none
+            grads, others = named_errors(partial(of_all, run), batch.tensors)
         count, put_back = of_one
         reason = next(filter(None, refused), None)
         result = first.grads_to_tree(grads, (batch.size,), losses=others[:count], refused=reason)

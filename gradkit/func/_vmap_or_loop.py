@@ -92,7 +92,7 @@ class VmapOrLoop:
         modules = [one for one in modules if not isinstance(one, torch.jit.ScriptModule)]
         own = rng.states_of(rng.generators(captured))
         states = rng.states(tensors) + own
-        with modules_put_back(modules), rng.put_back_on_error(states):
+        with modules_put_back(modules):
             try:
                 return run()
             except errors.UnsupportedGraphError as error:
@@ -103,10 +103,9 @@ class VmapOrLoop:
         rng.restore(states)
         self.is_loop = True
         repeated = own if self._randomness == "same" else []
-        with rng.put_back_on_error(states):
-            result = run(one_by_one=partial(_one_by_one, modules, repeated))
-            if self._randomness == "error" and rng.differ(states):
-                raise errors.UnsupportedGraphError(message("fn", *NOT_RANDOM))
+        result = run(one_by_one=partial(_one_by_one, modules, repeated))
+        if self._randomness == "error" and rng.differ(states):
+            raise errors.UnsupportedGraphError(message("fn", *NOT_RANDOM))
         warn_fallback(f"{self._name} fell back from torch.vmap to a loop: {reason}.")
         return result
 

@@ -24,7 +24,7 @@ from gradkit.errors import OptionError, StructureError, describe, message
 from gradkit.func import _vmap_or_loop
 from gradkit.func._arguments import Arguments, read_arguments
 from gradkit.func._differentiate import differentiate, gradient_of_the_sum
-from gradkit.func._errors import independent
+from gradkit.func._errors import independent, named_errors
 from gradkit.func._vmap_or_loop import Batch, OneByOne, Randomness, RunOne
 from gradkit.meta._inner_step import raised_where_it_would_take, read_loss
 
@@ -179,7 +179,8 @@ def _sum_over_tasks(
             raise independent("losses")
         return sums
 
-    totals, tensors_of_aux = attempt.run([*outer.variables, *batch.leaves], run)
+    given = [*outer.variables, *batch.leaves]
+    totals, tensors_of_aux = named_errors(lambda: attempt.run(given, run), given)
     return totals, put_back[0](tensors_of_aux)
 
 

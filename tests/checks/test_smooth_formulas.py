@@ -380,6 +380,44 @@ def test_sinc_at_and_near_zero(device: torch.device, sinc: Callable[[Tensor], Te
     torch.testing.assert_close(fourth(zero), torch.pi**4 / 5 * torch.ones_like(zero))
 
 
+def bessel_by_terms(x: Tensor, order: int) -> Tensor:
+    term = (x / 2) ** order
+    total = term
+    for n in range(1, 60):
+        term = term * (x / 2).square() / (n * (n + order))
+        total = total + term
+    return total
+
+
+@pytest.mark.parametrize("order", [0, 1])
+def test_bessel_at_and_near_zero(device: torch.device, order: int) -> None:
+    bessel = getattr(torch.special, f"i{order}")
+    near = [0.0, 1e-12, -1e-9, 1e-7, -1e-5, 1e-3, 0.1, 0.2499, 0.25, 0.2501, -0.5, 1.0, 1.5]
+    weights = random(len(near), seed=9).to(device)
+
+    def weighted(fn: Scalar) -> Scalar:
+        return lambda x: (fn(x) * weights).sum()
+
+    point = torch.tensor(near, dtype=D, device=device)
+    by_terms = weighted(lambda x: bessel_by_terms(x, order))
+    assert_derivatives(weighted(bessel), by_terms, point)
+    one = torch.ones((), dtype=D, device=device)
+    fn: Scalar = bessel
+    for _ in range(4 - order):
+        fn = slope(fn, one)
+    torch.testing.assert_close(fn(torch.zeros_like(one)), 0.375 * one)
+
+
+def test_i0_in_place(device: torch.device) -> None:
+    def loss(x: Tensor) -> Tensor:
+        return (x * 1).i0_().square().sum()
+
+    def written(x: Tensor) -> Tensor:
+        return bessel_by_terms(x, 0).square().sum()
+
+    assert_derivatives(loss, written, torch.tensor([0.0, 1e-6, 0.5], dtype=D, device=device))
+
+
 def test_sinc_in_place_and_of_a_view(device: torch.device) -> None:
     def loss(x: Tensor) -> Tensor:
         y = x * 1

@@ -51,6 +51,7 @@ SECOND = {
     "det of equal singular values": (scaled, EYE, "equal singular values"),
     "det of zeros": (torch.linalg.det, [[0.0] * 3] * 3, "equal singular values"),
     "sinc": (lambda x: torch.sinc(x).sum(), [0.0, 1e-9, 1.0], "sinc near zero"),
+    "i1": (lambda x: torch.special.i1(x).sum(), [0.0, 1e-9, 1.0], "i1 near zero"),
     "prod": (of_two, [0.0, 0.0], "several zeros"),
     "amax": FIRST["amax"],
 }
