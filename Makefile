@@ -20,7 +20,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadgroup
 # What is long, starts processes or compiles is left out; Hypothesis draws a few cases of each law.
 FAST := -m 'not slow and not long and not processes' --hypothesis-profile fast \
 	$(addprefix --ignore=tests/,docs benchmarks distributed silently_wrong func/test_compile.py) \
-	--ignore=tools
+	--ignore-glob='tools/*'
 
 # A command that fails leaves no half-written file of constraints.
 .DELETE_ON_ERROR:
