@@ -27,7 +27,7 @@ html_theme = "furo"
 html_title = f"gradkit {release}"
 html_show_sourcelink = False
 html_static_path = ["_static"]
-html_css_files = ["tables.css"]
+html_css_files = ["pages.css"]
 
 myst_heading_anchors = 3
 
