@@ -275,6 +275,20 @@ def parameter_of_inference_mode(device: torch.device) -> Case:
     return Case(grad(loss(w), w)[0], right, lambda: gradkit.value_and_grads(loss(w), w)[1])
 
 
+def parameter_cast_between_two_losses(device: torch.device) -> Case:
+    def losses() -> tuple[Tensor, Tensor]:
+        w = torch.ones(1, device=device, requires_grad=True)
+        first = (2 * w).sum()
+        w.data = w.data.to(D)  # as module.double() does
+        return first + (3 * w).sum(), w
+
+    (loss, w), (again, other) = losses(), losses()
+    again.backward()
+    assert other.grad is not None
+    theirs = grad(loss, w, retain_graph=True)[0]
+    return Case(theirs, other.grad, lambda: gradkit.value_and_grads(loss, w)[1])
+
+
 class InWorkspace(torch.autograd.Function):
     """The identity; its backward returns the memory of one array of numpy in every pass."""
 
@@ -524,6 +538,10 @@ ROWS = [
         [[2.0]], [[3.0]],
         f"`value_and_grads` without `2 * w`: {REFUSED}; with it",
         parameter_of_inference_mode, same=True,
+    ),
+    Row(
+        "`grad((2 * w).sum() + (3 * w).sum(), w)`, where `w` was cast to float64 in between",
+        [3.0], [5.0], "`value_and_grads`", parameter_cast_between_two_losses, same=True,
     ),
     Row(
         "`grad(a + z, (a, b))`, where `z = b * 1` has a hook `g.data.mul_(10)`: by `a`",
