@@ -115,7 +115,7 @@ def _holds(stack: Stack, part: Stack) -> bool:
     return all(kind in rest for kind in part)
 
 
-_OF_BATCHED = "a derivative of a batched gradient, grad(vmap(grad(f))),"
+_OF_BATCHED = "a derivative of a batched gradient, grad(vmap(grad(f)))"
 _WORDS = {
     "Jvp": "its forward-mode derivative",
     **dict.fromkeys(("Grad Jvp", "Jvp Jvp"), "the derivative of its jvp"),
