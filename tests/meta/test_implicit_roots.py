@@ -429,7 +429,7 @@ def test_what_a_condition_has_written_is_put_back(
         nn.functional.dropout(data)
         raise error
 
-    find = meta.implicit(lambda x, _: x, **{name: condition})  # type: ignore[arg-type]
+    find = meta.implicit(lambda x, _: x, **{name: condition})
     scale = torch.ones((), device=device, requires_grad=True)
     before = torch.get_rng_state(), {k: b.clone() for k, b in norm.named_buffers()}
     with pytest.raises(error):
