@@ -59,6 +59,8 @@ class Snapshot:
             if _has_changed(tensor, version, numbers):
                 tensor.data.copy_(numbers)
         for tensor, requires_grad in self._requires_grad:
+            if not (tensor.is_leaf or tensor._is_view()):
+                tensor.detach_()
             if tensor.is_leaf and tensor.requires_grad != requires_grad:
                 tensor.requires_grad_(requires_grad)
 
@@ -93,6 +95,7 @@ def put_back_on_error(*functions: object) -> Iterator[None]:
     own = chain.from_iterable((*part._buffers.values(), *vars(part).values()) for part in parts)
     written += [x for x in own if isinstance(x, Tensor)]
     values = [(x, _version(x), x.detach().clone()) for x in written]
+    constants = [x for x in written if not (x.requires_grad or x._is_view())]
     states = rng.states([*captured, *(x for part in parts for x in part._parameters.values())])
     states += rng.states_of(x for x in captured if isinstance(x, Generator))
     try:
@@ -105,6 +108,8 @@ def put_back_on_error(*functions: object) -> Iterator[None]:
             for tensor, version, value in values:
                 if _has_changed(tensor, version, value):
                     tensor.copy_(value)
+        for tensor in constants:
+            tensor.detach_()  # what was written on it may have a graph
         rng.restore(states)
         raise
 

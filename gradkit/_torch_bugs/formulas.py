@@ -293,36 +293,23 @@ def index_reduce(
     return with_value(value, result.reshape(value.shape))
 
 
-_TERMS = 13  # of the series of sinc: the rest is smaller than rounding, in high derivatives, too
+_TERMS = 13  # of each series: the rest is smaller than rounding, in high derivatives, too
 
 
-def sinc(operation: Operation, input: Tensor) -> Tensor:
-    """Return what torch.sinc does; near zero by its series, where torch's rule cancels."""
-    # https://github.com/pytorch/pytorch/issues/196703
-    square = -((math.pi * input) ** 2)
-    return _near_zero(operation, input, square, [n * (n + 1) for n in range(2 * _TERMS, 0, -2)])
-
-
-def bessel(operation: Operation, input: Tensor) -> Tensor:
-    """Return what torch.special.i0 and i1 do; near zero by their series, as sinc."""
-    half, order = input / 2, int("i1" in operation.__name__)
-    divisors = [n * (n + order) for n in range(_TERMS, 0, -1)]
-    return _near_zero(operation, input, half**2, divisors, half**order)
-
-
-def _near_zero(
-    operation: Operation, x: Tensor, square: Tensor, divisors: list[int], factor: Any = 1
-) -> Tensor:
-    """Return what an operation does, by a power series near zero; `divisors`: the last first."""
-    value: Tensor = operation(x)
-    is_small = x.detach().abs() < 0.25
-    if value.dtype != x.dtype or _nowhere(is_small):  # of integers
+def near_zero(bessel: int | None, operation: Operation, input: Tensor) -> Tensor:
+    """Return what torch.i0, i1 and sinc (None) do; near zero by series: torch's rules cancel."""
+    value: Tensor = operation(input)  # https://github.com/pytorch/pytorch/issues/196703
+    is_small = input.detach().abs() < 0.25
+    if value.dtype != input.dtype or _nowhere(is_small):  # of integers
         return value
-    square, series = torch.where(is_small, square, 0), torch.ones_like(x)
-    for divisor in divisors:
+    x, series = torch.where(is_small, input, 0), torch.ones_like(input)
+    square = -(math.pi * x).square() if bessel is None else (x / 2).square()
+    for n in range(_TERMS, 0, -1):
+        divisor = 2 * n * (2 * n + 1) if bessel is None else n * (n + bessel)
         series = 1 + square / divisor * series
-    elsewhere = operation(torch.where(is_small, 1, x))
-    return with_value(value, torch.where(is_small, factor * series, elsewhere))
+    series = series * x / 2 if bessel else series
+    elsewhere = operation(torch.where(is_small, 1, input))
+    return with_value(value, torch.where(is_small, series, elsewhere))
 
 
 def _nowhere(mask: Tensor) -> bool:

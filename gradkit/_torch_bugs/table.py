@@ -115,7 +115,7 @@ def _holds(stack: Stack, part: Stack) -> bool:
     return all(kind in rest for kind in part)
 
 
-_OF_BATCHED = "a derivative of a batched gradient, grad(vmap(grad(f))),"
+_OF_BATCHED = "a derivative of a batched gradient, grad(vmap(grad(f)))"
 _WORDS = {
     "Jvp": "its forward-mode derivative",
     **dict.fromkeys(("Grad Jvp", "Jvp Jvp"), "the derivative of its jvp"),
@@ -309,12 +309,13 @@ ROWS = (
     Defect("logcumsumexp", issues="196705", formula=formulas.logcumsumexp, also=(("Jvp",),)),
 
     # --- element by element
-    Defect("sinc", issues="196703 89459", formula=formulas.sinc, when=_may_vary, also=_FIRST,
-           aliases="sinc_", values={"SincBackward0": _where(
+    Defect("sinc", issues="196703 89459", formula=partial(formulas.near_zero, None),
+           when=_may_vary, also=_FIRST, aliases="sinc_", values={"SincBackward0": _where(
                "sinc near zero, whose second derivative torch gets silently wrong",
                _is_near_zero, second=True)}),
-    Defect("i0", formula=formulas.bessel, when=_may_vary, also=_FIRST, aliases="i0_"),
-    Defect("i1", formula=formulas.bessel, when=_may_vary, also=_FIRST,
+    Defect("i0", formula=partial(formulas.near_zero, 0), when=_may_vary, also=_FIRST,
+           aliases="i0_"),
+    Defect("i1", formula=partial(formulas.near_zero, 1), when=_may_vary, also=_FIRST,
            values={"SpecialI1Backward0": _where(
                "i1 near zero, whose second derivative torch gets silently wrong",
                _is_near_zero, second=True)}),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from traceback import walk_tb
 from types import FrameType
@@ -21,9 +21,7 @@ R = TypeVar("R")
 _MAKE_FUNCTIONAL = "call, params, buffers = gradkit.func.make_functional(module)"
 
 
-def named_errors(
-    run: Callable[[], R], tensors: Iterable[object] = (), *, nested: bool = False
-) -> R:
+def named_errors(run: Callable[[], R], tensors: Any = (), *, nested: bool = False) -> R:
     """Return what `run` returns; errors of torch.func raise with what to do."""
     # After any error, the random states of the devices of `tensors` are as before.
     # All that are known; and all of torch's inside of another transform, or if `run` is `nested`

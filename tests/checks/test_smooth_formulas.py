@@ -466,6 +466,8 @@ VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "prod, keepdim": lambda x: torch.prod(x, dim=0, keepdim=True),
     "cumprod": lambda x: x.T.cumprod(dim=0),
     "sinc": lambda x: x.T.sinc(),
+    "i0": lambda x: x.T.i0(),
+    "i1": lambda x: torch.special.i1(x.T),
     "scatter_reduce": lambda x: x.T.scatter_reduce(
         0, torch.tensor([[0, 3], [0, 2]]), x[:2, :2], "prod"
     ),
@@ -498,6 +500,7 @@ def test_the_value_has_the_bits_and_the_strides_of_the_operation(
 @pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in VALUES if "index" not in name])
 def test_they_are_compiled_in_one_graph(device: torch.device, name: str) -> None:
+    torch._dynamo.reset()  # it compiles one code object no more than eight times
     x = random(3, 4).index_fill(1, torch.tensor([1]), 0)
 
     def product(x: Tensor) -> Tensor:
@@ -509,5 +512,9 @@ def test_they_are_compiled_in_one_graph(device: torch.device, name: str) -> None
 
 
 def test_each_is_reached_by_its_name(device: torch.device) -> None:
-    names = ("det", "prod", "cumprod", "scatter_reduce", "index_reduce", "sinc")
+    names = ("det", "prod", "cumprod", "scatter_reduce", "index_reduce")
     assert all(FORMULAS[name] is getattr(formulas, name) for name in names)
+    for name in ("sinc", "i0", "i1"):
+        formula = FORMULAS[name]
+        assert isinstance(formula, partial)
+        assert formula.func is formulas.near_zero

@@ -245,3 +245,36 @@ def test_buffers_are_as_before_an_error(device: torch.device, name: str) -> None
         raise_at += 1
     assert kinds
     assert kinds[0] is RaisedByUserError
+
+
+@pytest.mark.parametrize("memory", ["store", "recompute"])
+@pytest.mark.parametrize("call", ["unroll", "staged", "implicit"])
+def test_no_graph_is_left_on_what_was_written(device: torch.device, call: str, memory: Any) -> None:
+    norm, own = nn.BatchNorm1d(2, device=device), torch.ones(2, device=device)
+    w = torch.full((2,), 2.0, device=device, requires_grad=True)
+
+    def loss(w: Tensor, *_: Any) -> Tensor:
+        own.mul_(w)
+        norm.running_mean.add_(w)
+        raise RaisedByUserError
+
+    calls: dict[str, Callable[[], Any]] = {
+        "unroll": lambda: meta.unroll(loss, w, [0], sgd(), memory=memory),
+        "staged": lambda: func.staged_value_and_grads(loss, torch.sum, chunk_size=1)(w, w[None]),
+        "implicit": lambda: meta.implicit(lambda w, _: w, loss)(w.detach(), w),
+    }
+    with pytest.raises(RaisedByUserError):
+        calls[call]()
+    for tensor, value in ((own, 1.0), (norm.running_mean, 0.0)):
+        assert not tensor.requires_grad
+        assert tensor.tolist() == [value] * 2
+
+
+def test_check_grads_of_a_function_that_writes_on_a_tensor_from_outside(
+    device: torch.device,
+) -> None:
+    """Every run starts from the tensor as it was, without the graph of the run before."""
+    own = torch.ones(2, device=device, dtype=torch.float64)
+    func.check_grads(lambda w: own.mul_(w).square().sum(), torch.full_like(own, 2.0))
+    assert not own.requires_grad
+    assert own.tolist() == [1.0, 1.0]
