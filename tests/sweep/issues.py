@@ -31,7 +31,7 @@ def _links(issues: str) -> Links:
 
 _ALONE = (
     "as_strided_scatter", "block_diag", "cdist", "cholesky", "cosine_similarity", "eigh",
-    "eigvalsh", "gaussian_nll_loss", "index_fill", "index_reduce", "linear_cross_entropy",
+    "eigvalsh", "gaussian_nll_loss", "i1", "index_fill", "index_reduce", "linear_cross_entropy",
     "linspace", "lu_solve", "masked_select", "polar", "pow", "prelu", "prod", "roll",
     "select_scatter", "softshrink", "sparse_coo_tensor", "weight_norm",
 )  # fmt: skip
@@ -43,6 +43,7 @@ NOT_REPORTED: dict[str, str] = {
     **dict.fromkeys(_SPECIAL, "special_functions"),
     "cholesky_ex": "cholesky",
     "float_power": "pow",
+    "i0": "i1",
     "logspace": "linspace",
     "CondAutogradOpBackward": "cond",
     "GeneratedBackwardFor_torch_nn__linear_cross_entropy_batch_chunked_defaultBackward": (
