@@ -7,6 +7,7 @@ import os
 import platform
 import tempfile
 from collections.abc import Iterator
+from multiprocessing.util import get_temp_dir
 
 import optree
 import pytest
@@ -60,6 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def remove_temporary_files(config: pytest.Config) -> None:
     """Have everything that tests, torch and examples leave in the temporary folder removed."""
+    get_temp_dir()  # beside that folder: multiprocessing removes its own, after this
     folder = tempfile.TemporaryDirectory(prefix="gradkit-tests-", ignore_cleanup_errors=True)
     patch = pytest.MonkeyPatch()
     patch.setenv("TMPDIR", folder.name)
