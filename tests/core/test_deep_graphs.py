@@ -167,7 +167,8 @@ thread.join()
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("loop", "momentum"), [("by_hand", 0.0), ("by_hand", 0.9), ("unrolled", 0)]
+    ("loop", "momentum"),
+    [pytest.param("by_hand", 0.0, marks=pytest.mark.slow), ("by_hand", 0.9), ("unrolled", 0)],
 )
 def test_the_graph_of_a_long_loop_is_freed(device: torch.device, loop: str, momentum: bool) -> None:
     code = LOOP.format(loop=loop, momentum=momentum)
