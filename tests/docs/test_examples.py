@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from copy import deepcopy
 from importlib.util import find_spec
 from itertools import combinations
@@ -631,11 +632,16 @@ def run_script(*command: str | Path) -> subprocess.CompletedProcess[str]:
     try:
         out, err = process.communicate(timeout=600)
     finally:
-        left = True
-        try:
+        # The resource tracker of multiprocessing ends with its parent, and init reaps it.
+        left, until = True, time.monotonic() + 10
+        while left and time.monotonic() < until:
+            try:
+                os.killpg(process.pid, 0)
+                time.sleep(0.05)
+            except ProcessLookupError:
+                left = False
+        if left:
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            left = False
     assert not left
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
