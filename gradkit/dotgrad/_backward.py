@@ -62,7 +62,7 @@ def backward_(
         NotScalarLossError: A loss does not have exactly one element.
         OptionError: `retain_graph` or `create_graph` is not a bool.
         StructureError: A tree is empty or does not match.
-        UnreachedParamError: Nothing of `params` is reached.
+        UnreachedParamError: Nothing of `params` is reached, or one was cast since the forward pass.
         UnsupportedGraphError: `params` with a reentrant checkpoint, DistributedDataParallel or
             FSDP, where torch would silently not write `.grad`; or `create_graph` through an
             operation whose second derivative is silently wrong in torch. Or a checkpoint that
