@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain, compress
-from operator import attrgetter, is_, is_not, itemgetter
+from operator import attrgetter, is_, is_not, itemgetter, methodcaller
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -21,9 +21,10 @@ from torch.optim.rmsprop import rmsprop
 from torch.optim.rprop import rprop
 from torch.optim.sgd import sgd
 
-from gradkit._compat.autograd import run_without_grad, storage_address
+from gradkit._compat.autograd import increment_version, run_without_grad, storage_address
 from gradkit._compat.modules import steps_as_torch
-from gradkit._core.ownership import PLAIN_TYPES
+from gradkit._core.ownership import PLAIN_TYPES, is_laid_out
+from gradkit.dotgrad._before_step import looked_at, states_fit
 
 Group: TypeAlias = dict[str, Any]
 # Names of states in the order of the functional form's arguments; where an option is off: "".
@@ -95,6 +96,8 @@ _NUMBERS = frozenset({float, int})
 _CPU = {torch.device("cpu")}
 _dtype, _device, _layout = map(attrgetter, ("dtype", "device", "layout"))
 _is_given = partial(is_not, None)
+_is_contiguous, _values, _params = Tensor.is_contiguous, methodcaller("values"), itemgetter("params")
+_kind = attrgetter("dtype", "device")
 
 
 def step_by_kernels(optimizer: Any, grads: Sequence[Tensor | None], *, may_write: bool) -> bool:
@@ -106,6 +109,14 @@ def step_by_kernels(optimizer: Any, grads: Sequence[Tensor | None], *, may_write
         return False
     calls: list[Callable[[], None]] = []
     groups, start = optimizer.param_groups, 0
+    states = map(_values, optimizer.state.values())
+    owned = [*chain.from_iterable(map(_params, groups))]
+    # Calls of kernels only while all are what they were at the last look.
+    seen = [*map(id, chain(owned, chain.from_iterable(states)))], [*map(_kind, owned)]
+    found = looked_at.get(id(optimizer))
+    is_known = found is not None and found[1] == seen and found[0]() is optimizer
+    if not is_known and not states_fit(optimizer, seen):
+        return False
     for group in groups:
         stop = start + len(group["params"])
         some = grads if len(groups) == 1 else grads[start:stop]
@@ -140,9 +151,15 @@ def _add_calls(
         return False
     if {*map(_layout, params), *map(_layout, grads)} != {torch.strided}:
         return False
-    lists = _states(state, params, kernel.states(group))
+    names = kernel.states(group)
+    lists = _states(state, params, names)
     if lists is None:
         return False
+    if group.get("fused"):  # its kernels pair memory, and tell no graph what they write on
+        laid_out = [some for some, name in zip(lists, names, strict=True) if name not in _UNPAIRED]
+        if not all(_are_paired(params, some) for some in (params, grads, *laid_out)):
+            return False
+        calls.append(partial(increment_version, params))
     options = dict(zip(kernel.options, map(group.__getitem__, kernel.options), strict=True))
     for name, first, second in kernel.pairs:
         options[first], options[second] = group[name]
@@ -190,6 +207,15 @@ def _states(
     if names == ("",):  # SGD without momentum
         return [[None] * len(params)]
     return lists
+
+
+_UNPAIRED = frozenset({"", "step"})
+
+
+def _are_paired(params: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Return whether the elements of dense tensors lie in memory in the order of the params'."""
+    are_contiguous = all(map(_is_contiguous, params)) and all(map(_is_contiguous, others))
+    return are_contiguous or all(map(is_laid_out, map(Tensor.detach, others), params))
 
 
 def _slices(params: Sequence[Tensor]) -> Iterator[slice]:

@@ -20,6 +20,7 @@ from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.params import Params, read_params
 from gradkit._core.pytree import PyTree
 from gradkit._state.grad_attribute import set_grads
+from gradkit.dotgrad._before_step import MUL, refuse_scaled
 from gradkit.dotgrad._kernels import step_by_kernels
 from gradkit.dotgrad._step import check_arguments, take_steps
 
@@ -102,6 +103,12 @@ def minimize_(
     if max_norm is not None:
         check_number("max_norm", max_norm, "max_norm=1.0, or leave it out", nonnegative=True)
     flat = read_losses(losses, scalar=True)
+    is_scaled = scaler is not None
+    for loss in flat.leaves:  # one that a tensor was multiplied with last, or any part of its sum
+        node: Any = loss.grad_fn
+        is_scaled = is_scaled or (type(node) is MUL and node._raw_saved_other.data is not None)
+    if is_scaled:
+        refuse_scaled(flat, scaler, optimizers)
     params = _read_params(optimizers)
     if weights is not None and callable(weights):
         weights = weights_from_gramian(flat, params, weights)
