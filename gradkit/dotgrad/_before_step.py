@@ -137,9 +137,9 @@ def check_scaler(scaler: GradScaler, optimizers: Sequence[Any], call: str) -> No
 
 
 _OPTIM = "torch.optim."
-_values: Any = methodcaller("values")
-_params = itemgetter("params")
-_kind = attrgetter("dtype", "device")
+values_of: Any = methodcaller("values")
+params_of, flags_of = itemgetter("params"), methodcaller("get", "fused")
+kind_of = attrgetter("dtype", "device")
 _ONE_NUMBER = frozenset({"step", "mu_product", "eta", "mu"})
 # Of the parameter's shape; torch's lerp_ takes its own dtype only.
 _LERPED = frozenset({"exp_avg", "grad_avg", "variance", "row_var", "col_var"})
@@ -154,8 +154,16 @@ _NEEDED = {
     "Adadelta": "step square_avg acc_delta", "Rprop": "step prev step_size",
     "ASGD": "step eta mu ax", "Adafactor": "step", "SparseAdam": "step exp_avg exp_avg_sq",
 }  # fmt: skip
-# By id of an optimizer: a reference to it, and what its states were when each fitted.
-looked_at: dict[int, tuple[Any, Any]] = {}
+# By what was there when each state of an optimizer fitted: a reference to that optimizer.
+looked_at: dict[tuple[Any, ...], Any] = {}
+
+
+def what_is_stepped(optimizer: Any) -> tuple[Any, ...]:
+    """Return what tells whether a parameter, a state or the kernel is another than before."""
+    groups, states = optimizer.param_groups, [*map(values_of, (optimizer.state,))][0]
+    owned = [*chain(*map(params_of, groups))]
+    ids, flags = map(id, chain(owned, *map(values_of, states))), map(flags_of, groups)
+    return (*ids, *map(kind_of, owned), *flags)
 
 
 def look_at_states(optimizers: Sequence[Any]) -> bool:
@@ -163,11 +171,8 @@ def look_at_states(optimizers: Sequence[Any]) -> bool:
     is_fused = False
     for optimizer in optimizers:
         if type(optimizer).step.__module__.startswith(_OPTIM):
-            groups, states = optimizer.param_groups, map(_values, optimizer.state.values())
-            owned = [*chain.from_iterable(map(_params, groups))]
-            seen = [*map(id, chain(owned, chain.from_iterable(states)))], [*map(_kind, owned)]
-            found = looked_at.get(id(optimizer))
-            if found is None or found[1] != seen or found[0]() is not optimizer:
+            seen = what_is_stepped(optimizer)
+            if seen not in looked_at or looked_at[seen]() is not optimizer:
                 states_fit(optimizer, seen, refuse=True)
         for group in getattr(optimizer, "param_groups", ()):
             if group.get("fused"):
@@ -176,7 +181,7 @@ def look_at_states(optimizers: Sequence[Any]) -> bool:
     return is_fused
 
 
-def states_fit(optimizer: Any, seen: object, *, refuse: bool = False) -> bool:
+def states_fit(optimizer: Any, seen: tuple[Any, ...], *, refuse: bool = False) -> bool:
     """Return whether every state is like its parameter; or raise if a step would fail half way."""
     # A subclass of torch's class steps by its rule, if it has no own.
     kind = next(x.__name__ for x in type(optimizer).__mro__ if x.__module__.startswith(_OPTIM))
@@ -197,8 +202,9 @@ def states_fit(optimizer: Any, seen: object, *, refuse: bool = False) -> bool:
                     where += f", its state {name!r}"
                     raise StructureError(message(where, expected, describe(entry), fix))
     if are_alike:
-        key = id(optimizer)
-        looked_at[key] = ref(optimizer, lambda _: looked_at.pop(key, None)), seen
+        if len(looked_at) > 100:
+            looked_at.clear()
+        looked_at[seen] = ref(optimizer)
     return are_alike
 
 

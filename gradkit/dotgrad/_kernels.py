@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain, compress
-from operator import attrgetter, is_, is_not, itemgetter, methodcaller
+from operator import attrgetter, is_, is_not, itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -24,7 +24,14 @@ from torch.optim.sgd import sgd
 from gradkit._compat.autograd import increment_version, run_without_grad, storage_address
 from gradkit._compat.modules import steps_as_torch
 from gradkit._core.ownership import PLAIN_TYPES, is_laid_out
-from gradkit.dotgrad._before_step import looked_at, states_fit
+from gradkit.dotgrad._before_step import (
+    flags_of,
+    kind_of,
+    looked_at,
+    params_of,
+    states_fit,
+    values_of,
+)
 
 Group: TypeAlias = dict[str, Any]
 # Names of states in the order of the functional form's arguments; where an option is off: "".
@@ -96,8 +103,7 @@ _NUMBERS = frozenset({float, int})
 _CPU = {torch.device("cpu")}
 _dtype, _device, _layout = map(attrgetter, ("dtype", "device", "layout"))
 _is_given = partial(is_not, None)
-_is_contiguous, _values, _params = Tensor.is_contiguous, methodcaller("values"), itemgetter("params")
-_kind = attrgetter("dtype", "device")
+_is_contiguous = Tensor.is_contiguous
 
 
 def step_by_kernels(optimizer: Any, grads: Sequence[Tensor | None], *, may_write: bool) -> bool:
@@ -109,12 +115,12 @@ def step_by_kernels(optimizer: Any, grads: Sequence[Tensor | None], *, may_write
         return False
     calls: list[Callable[[], None]] = []
     groups, start = optimizer.param_groups, 0
-    states = map(_values, optimizer.state.values())
-    owned = [*chain.from_iterable(map(_params, groups))]
-    # Calls of kernels only while all are what they were at the last look.
-    seen = [*map(id, chain(owned, chain.from_iterable(states)))], [*map(_kind, owned)]
-    found = looked_at.get(id(optimizer))
-    is_known = found is not None and found[1] == seen and found[0]() is optimizer
+    # Only while the states are what they were at the last look; as `what_is_stepped` has it, in the
+    # same order, without a Python call more.
+    owned, states = [*chain(*map(params_of, groups))], [*map(values_of, (optimizer.state,))][0]
+    ids, flags = map(id, chain(owned, *map(values_of, states))), map(flags_of, groups)
+    seen = (*ids, *map(kind_of, owned), *flags)
+    is_known = seen in looked_at and looked_at[seen]() is optimizer
     if not is_known and not states_fit(optimizer, seen):
         return False
     for group in groups:
@@ -155,7 +161,8 @@ def _add_calls(
     lists = _states(state, params, names)
     if lists is None:
         return False
-    if group.get("fused"):  # its kernels pair memory, and tell no graph what they write on
+    is_fused = group.get("fused")
+    if is_fused:  # its kernels pair memory, and tell no graph what they write on
         laid_out = [some for some, name in zip(lists, names, strict=True) if name not in _UNPAIRED]
         if not all(_are_paired(params, some) for some in (params, grads, *laid_out)):
             return False
@@ -165,7 +172,7 @@ def _add_calls(
         options[first], options[second] = group[name]
     options |= dict.fromkeys(kernel.fixed, False)
     foreach, chosen = group["foreach"], False
-    if foreach is None and not group.get("fused") and set(map(_device, params)) == _CPU:
+    if foreach is None and not is_fused and set(map(_device, params)) == _CPU:
         # One parameter at a time, as torch chooses there; or the foreach kernels.
         foreach = chosen = (
             len(params) > _FEW

@@ -219,7 +219,8 @@ def _bias_correction(beta: Factor, steps: Sequence[int]) -> Factor:
     """Return 1 - beta ** step."""
     # The step is an int: the float32 that torch counts in costs 1 - beta ** t several digits.
     first = steps[0]
-    if not (isinstance(beta, list) or torch.compiler.is_compiling()) and len(set(steps)) == 1:
+    is_number = not (isinstance(beta, list) or torch.compiler.is_compiling())
+    if is_number and not isinstance(first, Tensor) and len(set(steps)) == 1:
         return 1 - beta**first
     betas = ops.per_tensor(beta, len(steps))
     return [1 - b**step for b, step in zip(betas, steps, strict=True)]
