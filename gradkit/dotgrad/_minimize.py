@@ -74,9 +74,10 @@ def minimize_(
             gradients of the one pass. A parameter that no loss reaches is skipped, as by the loop.
         losses: As in `value_and_grads`. Their graph is freed.
         weights: As in `value_and_grads`.
-        scaler: The losses are scaled by `scaler.scale`, and the step is `scaler.step(optimizer)`,
-            which unscales, and skips the step if a gradient is inf or NaN. Call `scaler.update()`
-            afterwards, as in the loop. The values that are returned are not scaled.
+        scaler: `minimize_` takes plain losses and scales them by itself; `step_` takes gradients of
+            scaled losses. The step is `scaler.step(optimizer)`, which unscales, and skips the step
+            if a gradient is inf or NaN. Call `scaler.update()` afterwards, as in the loop, and no
+            `unscale_` before. The values that are returned are not scaled.
         max_norm: Clip the gradients, unscaled if there is a scaler, to this global norm, over all
             optimizers together, as `torch.nn.utils.clip_grad_norm_` does.
 
@@ -87,6 +88,8 @@ def minimize_(
     Raises:
         GradkitError: As in `value_and_grads` and `step_`, before anything has changed. If a step
             itself raises, parameters and states are as its own `step()` leaves them.
+        OptionError: A loss comes from `scaler.scale` of any GradScaler, in a sum too; or
+            `scaler.unscale_(optimizer)` has been called in this step.
 
     Source:
         `torch.optim.Optimizer.step` and the functional forms in torch.optim that it calls,

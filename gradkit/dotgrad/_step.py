@@ -125,8 +125,9 @@ def step_(
         params: As in `write_grads_`. For the gradients of `value_and_grads(losses, optimizer)`, the
             optimizer itself: `step_(optimizer, optimizer, grads)`.
         grads: As in `write_grads_`. With a `scaler`: the gradients of the scaled loss; or the
-            unscaled ones, if `scaler.unscale_(optimizer)` has been called in this step (to clip).
-        scaler: Unscales the gradients, and skips the step if one is inf or NaN, by
+            unscaled ones, if `scaler.unscale_(optimizer)` has unscaled a `.grad` in this step.
+        scaler: `step_` takes gradients of scaled losses, which nothing tells from others;
+            `minimize_` takes plain losses. Unscales the gradients, and skips the step if one is inf or NaN, by
             `scaler.step(optimizer)`. Call `scaler.update()` afterwards, as in the `.grad` loop.
         max_norm: Clip the gradients, unscaled if there is a scaler, to this global norm, as
             `torch.nn.utils.clip_grad_norm_` does. The gradients that were passed stay as they are.
@@ -138,12 +139,15 @@ def step_(
     Raises:
         GradkitError: As in `write_grads_`.
         LeafTypeError: A gradient is sparse, and there is a `max_norm`.
-        OptionError: `scaler` is not a GradScaler, or `max_norm` not a number of at least 0.
+        OptionError: `scaler` is not a GradScaler, has scaled nothing, or has not been updated since
+            the last step; or `max_norm` is not a number of at least 0.
         StructureError: The optimizer does not have one of the parameters that have a gradient; or
-            all gradients are None and there is a scaler, which needs one.
+            all gradients are None and there is a scaler, which needs one; or a state of an
+            optimizer of torch does not fit its parameter.
         UnsupportedOptimizerError: `optimizer` is not an optimizer, or its `step` needs a closure,
             as that of LBFGS does; or it is a wrapper of Accelerate or Lightning whose step would be
-            skipped, or would unscale the gradients once more.
+            skipped, or would unscale the gradients once more; or fused is on for some groups only,
+            with a scaler, or for a parameter whose memory has gaps.
     """
     check_arguments(optimizer, params, grads, scaler, max_norm)
     if max_norm is not None:
