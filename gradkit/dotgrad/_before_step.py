@@ -23,17 +23,13 @@ from gradkit._compat.modules import is_step_of_class
 from gradkit._compat.nodes import node_type
 from gradkit._core.call import Losses
 from gradkit._core.ownership import PLAIN_TYPES, empty_for, is_laid_out
-from gradkit.errors import (
-    OptionError,
-    StructureError,
-    UnsupportedOptimizerError,
-    describe,
-    message,
-)
+from gradkit.errors import OptionError, StructureError, UnsupportedOptimizerError, describe, message
 
 MUL: Any = node_type("MulBackward0")  # of `loss * scale`
-_SUMS = tuple("Add Sub Rsub Neg Mul Div Sum Mean Stack Cat Select Unbind Dot Mv View Reshape "
-              "Squeeze Unsqueeze Expand Alias Clone ToCopy Slice Where Trace Mm".split())  # fmt: skip
+_SUMS = (
+    "Add", "Sub", "Rsub", "Neg", "Mul", "Div", "Sum", "Mean", "Stack", "Cat", "Select", "Unbind",
+    "Dot", "Mv", "View", "Reshape", "Squeeze", "Unsqueeze", "Expand", "Alias", "Clone", "ToCopy",
+)  # fmt: skip
 _MOST_NODES = 1000  # a sum of losses has fewer; what is below them is not read
 
 
@@ -83,7 +79,8 @@ def _has_scale(node: Any, scaler: GradScaler | None) -> bool:
     holders = (vars(x) if isinstance(x, GradScaler) else x for x in gc.get_referrers(factor))
     if any(type(x) is dict and x.get("_scale") is factor and "_init_scale" in x for x in holders):
         return True
-    _no_scales[id(factor)] = ref(factor, lambda _, key=id(factor): _no_scales.pop(key, None))
+    key = id(factor)
+    _no_scales[key] = ref(factor, lambda _: _no_scales.pop(key, None))
     return False
 
 
@@ -123,7 +120,9 @@ def check_scaler(scaler: GradScaler, optimizers: Sequence[Any], call: str) -> No
             raise OptionError(message("scaler", "one step, then an update", got, fix))
         stepped.add(id(optimizer))
         if call == "minimize_" and stage is OptState.UNSCALED and state["found_inf_per_device"]:
-            got = f"scaler.unscale_(optimizer) of the .grad of {name}, which minimize_ does not read"
+            got = (
+                f"scaler.unscale_(optimizer) of the .grad of {name}, which minimize_ does not read"
+            )
             fix = "leave out scaler.unscale_(optimizer): minimize_ unscales, and max_norm= clips; "
             fix += "scaler.update() ends the step that it has begun"
             raise OptionError(message("scaler", "no unscale_ before the call", got, fix))
@@ -136,7 +135,7 @@ def check_scaler(scaler: GradScaler, optimizers: Sequence[Any], call: str) -> No
             raise UnsupportedOptimizerError(message("optimizer", expected, got, fix))
 
 
-_OPTIM = "torch.optim."
+_OPTIM = "torch.optim"
 values_of: Any = methodcaller("values")
 params_of, flags_of = itemgetter("params"), methodcaller("get", "fused")
 kind_of = attrgetter("dtype", "device")
@@ -160,7 +159,7 @@ looked_at: dict[tuple[Any, ...], Any] = {}
 
 def what_is_stepped(optimizer: Any) -> tuple[Any, ...]:
     """Return what tells whether a parameter, a state or the kernel is another than before."""
-    groups, states = optimizer.param_groups, [*map(values_of, (optimizer.state,))][0]
+    groups, (states,) = optimizer.param_groups, map(values_of, (optimizer.state,))
     owned = [*chain(*map(params_of, groups))]
     ids, flags = map(id, chain(owned, *map(values_of, states))), map(flags_of, groups)
     return (*ids, *map(kind_of, owned), *flags)
@@ -231,13 +230,16 @@ def _expected(kind: str, group: Any, param: Tensor, name: str, entry: Any) -> tu
         return f"a tensor of shape {tuple(shape)}", True
     if entry.dtype != param.dtype or entry.device != param.device:
         needs_dtype = is_fused or kind == "Muon" or (name in _LERPED and kind != "SparseAdam")
+        if entry.dtype == torch.float16 and kind != "SparseAdam":  # foreach kernels do not take it
+            foreach = group.get("foreach")
+            needs_dtype |= bool(foreach) or (foreach is None and param.device.type != "cpu")
         expected = f"{describe(param).split(' of ')[0]}, as the parameter"
         return expected, needs_dtype or entry.device != param.device
     return "", False
 
 
 def _lay_out(group: dict[str, Any], optimizer: Any) -> None:
-    """Give the states of a fused step, which pairs memory and not indices, their params' strides."""
+    """Give the states of a fused step, which pairs memory and not indices, the params' strides."""
     for index, param in enumerate(group["params"]):
         if type(param) not in PLAIN_TYPES or param.grad is None:
             continue

@@ -117,7 +117,7 @@ def step_by_kernels(optimizer: Any, grads: Sequence[Tensor | None], *, may_write
     groups, start = optimizer.param_groups, 0
     # Only while the states are what they were at the last look; as `what_is_stepped` has it, in the
     # same order, without a Python call more.
-    owned, states = [*chain(*map(params_of, groups))], [*map(values_of, (optimizer.state,))][0]
+    owned, (states,) = [*chain(*map(params_of, groups))], map(values_of, (optimizer.state,))
     ids, flags = map(id, chain(owned, *map(values_of, states))), map(flags_of, groups)
     seen = (*ids, *map(kind_of, owned), *flags)
     is_known = seen in looked_at and looked_at[seen]() is optimizer

@@ -127,8 +127,8 @@ def step_(
         grads: As in `write_grads_`. With a `scaler`: the gradients of the scaled loss; or the
             unscaled ones, if `scaler.unscale_(optimizer)` has unscaled a `.grad` in this step.
         scaler: `step_` takes gradients of scaled losses, which nothing tells from others;
-            `minimize_` takes plain losses. Unscales the gradients, and skips the step if one is inf or NaN, by
-            `scaler.step(optimizer)`. Call `scaler.update()` afterwards, as in the `.grad` loop.
+            `minimize_` takes plain losses. Unscales the gradients, and skips the step if one is inf
+            or NaN, by `scaler.step(optimizer)`. Call `scaler.update()` afterwards, as in the loop.
         max_norm: Clip the gradients, unscaled if there is a scaler, to this global norm, as
             `torch.nn.utils.clip_grad_norm_` does. The gradients that were passed stay as they are.
             A tied parameter counts once; for DTensors see `gradkit.tree.global_norm`.

@@ -138,9 +138,7 @@ def fused_after_channels_last(device: torch.device) -> Case:
         loss.backward()
         optimizer.step()
 
-    return Case(
-        trained(True, loop), trained(False, loop), lambda: trained(True, gradkit.minimize_)
-    )
+    return Case(trained(True, loop), trained(False, loop), lambda: trained(True, gradkit.minimize_))
 
 
 ROWS = [
