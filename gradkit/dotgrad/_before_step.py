@@ -20,7 +20,7 @@ from torch.amp.grad_scaler import GradScaler, OptState
 from torch.autograd.graph import Node
 
 from gradkit._compat.modules import is_step_of_class
-from gradkit._compat.nodes import node_type
+from gradkit._compat.nodes import node_type, second_factor
 from gradkit._core.call import Losses
 from gradkit._core.ownership import PLAIN_TYPES, empty_for, is_laid_out
 from gradkit.errors import OptionError, StructureError, UnsupportedOptimizerError, describe, message
@@ -64,8 +64,7 @@ def _is_scaled(root: Node | None, scaler: GradScaler | None) -> bool:
 
 def _has_scale(node: Any, scaler: GradScaler | None) -> bool:
     """Return whether the factor that a product has saved is the scale of a GradScaler."""
-    # `data` is read without torch's look at the version: update() writes on the scale.
-    factor = node._raw_saved_other.data
+    factor = second_factor(node)  # also if its scaler's update() has written on it since
     if type(factor) is not Tensor or factor.dim() or factor.dtype != torch.float32:
         return False
     own = None if scaler is None else scaler._scale
@@ -90,7 +89,7 @@ _no_scales: dict[int, Any] = {}
 @cache
 def _held_by_none() -> int:
     node: Any = (torch.ones((), requires_grad=True) * torch.ones(())).grad_fn
-    factor = node._raw_saved_other.data
+    factor = second_factor(node)
     return getrefcount(factor)
 
 

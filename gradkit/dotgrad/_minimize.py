@@ -15,6 +15,7 @@ from gradkit._autograd.gramian import weights_from_gramian
 from gradkit._autograd.passes import run_jointly, values_of
 from gradkit._checks.reachability import require_reached
 from gradkit._compat.dynamo import disable_compile
+from gradkit._compat.nodes import second_factor
 from gradkit._core.call import Losses, check_number, read_losses
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.params import Params, read_params
@@ -109,7 +110,7 @@ def minimize_(
     is_scaled = scaler is not None
     for loss in flat.leaves:  # one that a tensor was multiplied with last, or any part of its sum
         node: Any = loss.grad_fn
-        is_scaled = is_scaled or (type(node) is MUL and node._raw_saved_other.data is not None)
+        is_scaled = is_scaled or (type(node) is MUL and second_factor(node) is not None)
     if is_scaled:
         refuse_scaled(flat, scaler, optimizers)
     params = _read_params(optimizers)

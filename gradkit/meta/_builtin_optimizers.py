@@ -221,7 +221,8 @@ def _bias_correction(beta: Factor, steps: Sequence[Any]) -> Factor:
     first = steps[0]
     is_read = torch.compiler.is_compiling() or isinstance(first, Tensor)
     if not (isinstance(beta, list) or is_read) and len(set(steps)) == 1:
-        return 1 - beta**first
+        once: Factor = 1 - beta**first
+        return once
     betas = ops.per_tensor(beta, len(steps))
     return [1 - b**step for b, step in zip(betas, steps, strict=True)]
 
