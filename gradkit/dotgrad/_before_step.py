@@ -137,7 +137,7 @@ def check_scaler(scaler: GradScaler, optimizers: Sequence[Any], call: str) -> No
 _OPTIM = "torch.optim"
 values_of: Any = methodcaller("values")
 params_of, flags_of = itemgetter("params"), methodcaller("get", "fused")
-kind_of = attrgetter("dtype", "device")
+dtype_of, device_of = attrgetter("dtype"), attrgetter("device")
 _ONE_NUMBER = frozenset({"step", "mu_product", "eta", "mu"})
 # Of the parameter's shape; torch's lerp_ takes its own dtype only.
 _LERPED = frozenset({"exp_avg", "grad_avg", "variance", "row_var", "col_var"})
@@ -161,7 +161,7 @@ def what_is_stepped(optimizer: Any) -> tuple[Any, ...]:
     groups, (states,) = optimizer.param_groups, map(values_of, (optimizer.state,))
     owned = [*chain(*map(params_of, groups))]
     ids, flags = map(id, chain(owned, *map(values_of, states))), map(flags_of, groups)
-    return (*ids, *map(kind_of, owned), *flags)
+    return (*ids, *map(dtype_of, owned), *map(device_of, owned[:1]), *flags)
 
 
 def look_at_states(optimizers: Sequence[Any]) -> bool:

@@ -25,8 +25,9 @@ from gradkit._compat.autograd import increment_version, run_without_grad, storag
 from gradkit._compat.modules import steps_as_torch
 from gradkit._core.ownership import PLAIN_TYPES, is_laid_out
 from gradkit.dotgrad._before_step import (
+    device_of,
+    dtype_of,
     flags_of,
-    kind_of,
     looked_at,
     params_of,
     states_fit,
@@ -119,7 +120,7 @@ def step_by_kernels(optimizer: Any, grads: Sequence[Tensor | None], *, may_write
     # same order, without a Python call more.
     owned, (states,) = [*chain(*map(params_of, groups))], map(values_of, (optimizer.state,))
     ids, flags = map(id, chain(owned, *map(values_of, states))), map(flags_of, groups)
-    seen = (*ids, *map(kind_of, owned), *flags)
+    seen = (*ids, *map(dtype_of, owned), *map(device_of, owned[:1]), *flags)
     is_known = seen in looked_at and looked_at[seen]() is optimizer
     if not is_known and not states_fit(optimizer, seen):
         return False
