@@ -27,6 +27,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from gradkit._compat import checkpoints, transforms
+from gradkit._compat.autograd import increment_version
 from gradkit._compat.checkpoints import Frame
 from gradkit._compat.distributed import local_tensor
 from gradkit._compat.nodes import IN_EVAL_MODE, kind_of_node, packed_tensors
@@ -115,6 +116,8 @@ class StepMonitor:
         began_idle = id(optimizer) in self._began_idle
         self._began_idle.discard(id(optimizer))
         params = list(_params(optimizer))
+        # A fused step tells no graph that it has written on the parameters.
+        increment_version([p for p in params if p.grad is not None and not p.is_inference()])
         if self._warned or not began_idle or any(param.grad is not None for param in params):
             return
         noted = (self._returned.get(id(param)) for param in params)

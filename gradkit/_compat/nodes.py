@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from math import prod
+from operator import attrgetter
 from typing import Any, NoReturn, TypeAlias, cast
 
 import torch
@@ -35,6 +36,10 @@ def output_kind(node: Node, number: int) -> tuple[torch.dtype, torch.device]:
 def node_type(name: str) -> type:
     """Return the type of the nodes of an operation of torch. Run on torch 2.13."""
     return cast("type", getattr(torch._C._functions, name))
+
+
+# The second factor that a product has saved, without torch's look at its version; or None.
+second_factor = attrgetter("_raw_saved_other.data")
 
 
 def saved(node: Node, name: str) -> Any:

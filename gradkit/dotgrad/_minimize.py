@@ -15,11 +15,13 @@ from gradkit._autograd.gramian import weights_from_gramian
 from gradkit._autograd.passes import run_jointly, values_of
 from gradkit._checks.reachability import require_reached
 from gradkit._compat.dynamo import disable_compile
+from gradkit._compat.nodes import second_factor
 from gradkit._core.call import Losses, check_number, read_losses
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.params import Params, read_params
 from gradkit._core.pytree import PyTree
 from gradkit._state.grad_attribute import set_grads
+from gradkit.dotgrad._before_step import MUL, refuse_scaled
 from gradkit.dotgrad._kernels import step_by_kernels
 from gradkit.dotgrad._step import check_arguments, take_steps
 
@@ -73,9 +75,10 @@ def minimize_(
             gradients of the one pass. A parameter that no loss reaches is skipped, as by the loop.
         losses: As in `value_and_grads`. Their graph is freed.
         weights: As in `value_and_grads`.
-        scaler: The losses are scaled by `scaler.scale`, and the step is `scaler.step(optimizer)`,
-            which unscales, and skips the step if a gradient is inf or NaN. Call `scaler.update()`
-            afterwards, as in the loop. The values that are returned are not scaled.
+        scaler: `minimize_` takes plain losses and scales them by itself; `step_` takes gradients of
+            scaled losses. The step is `scaler.step(optimizer)`, which unscales, and skips the step
+            if a gradient is inf or NaN. Call `scaler.update()` afterwards, as in the loop, and no
+            `unscale_` before. The values that are returned are not scaled.
         max_norm: Clip the gradients, unscaled if there is a scaler, to this global norm, over all
             optimizers together, as `torch.nn.utils.clip_grad_norm_` does.
 
@@ -86,6 +89,8 @@ def minimize_(
     Raises:
         GradkitError: As in `value_and_grads` and `step_`, before anything has changed. If a step
             itself raises, parameters and states are as its own `step()` leaves them.
+        OptionError: A loss comes from `scaler.scale` of any GradScaler, in a sum too; or
+            `scaler.unscale_(optimizer)` has been called in this step.
 
     Source:
         `torch.optim.Optimizer.step` and the functional forms in torch.optim that it calls,
@@ -102,6 +107,12 @@ def minimize_(
     if max_norm is not None:
         check_number("max_norm", max_norm, "max_norm=1.0, or leave it out", nonnegative=True)
     flat = read_losses(losses, scalar=True)
+    is_scaled = scaler is not None
+    for loss in flat.leaves:  # one that a tensor was multiplied with last, or any part of its sum
+        node: Any = loss.grad_fn
+        is_scaled = is_scaled or (type(node) is MUL and second_factor(node) is not None)
+    if is_scaled:
+        refuse_scaled(flat, scaler, optimizers)
     params = _read_params(optimizers)
     if weights is not None and callable(weights):
         weights = weights_from_gramian(flat, params, weights)

@@ -35,6 +35,31 @@ def value_changed_behind_autograd(device: torch.device) -> Case:
     return Case(theirs, right, lambda: gradkit.value_and_grads(loss, w)[1])
 
 
+def graph_from_before_a_fused_step(device: torch.device) -> Case:
+    def of(step: Callable[[torch.optim.Optimizer], Any]) -> Any:
+        d, g = (torch.nn.Parameter(torch.tensor([x], device=device)) for x in (2.0, 3.0))
+        loss = (d * g).sum()
+        d.grad = torch.ones_like(d)
+        step(torch.optim.SGD([d], lr=1.0, fused=True))
+        return loss, g
+
+    loss, g = of(lambda optimizer: optimizer.step())
+    with gradkit.checked():
+        watched = of(lambda optimizer: optimizer.step())
+    by_gradkit = of(lambda optimizer: gradkit.minimize_(optimizer, _first(optimizer).sum()))
+    for refused in (watched, by_gradkit):
+        with pytest.raises(gradkit.UnsupportedGraphError):
+            gradkit.value_and_grads(*refused)
+    theirs = grad(loss, g, retain_graph=True)[0]
+    right = torch.tensor([2.0], device=device)
+    return Case(theirs, right, lambda: gradkit.value_and_grads(loss, g)[1])
+
+
+def _first(optimizer: torch.optim.Optimizer) -> Tensor:
+    first: Tensor = optimizer.param_groups[0]["params"][0]
+    return first
+
+
 class Meeting(torch.nn.Module):
     """Multiplies by a weight, after another thread has called it."""
 
@@ -453,6 +478,13 @@ ROWS = [
     Row(
         "`w.data.add_(1)` after the loss `w * w`: by `w`",
         [4.0], [2.0], "`value_and_grads`", value_changed_behind_autograd, same=True,
+    ),
+    Row(
+        "`SGD([d], fused=True).step()`, from 2 to 1, after the loss `d * g`: by `g`",
+        [1.0], [2.0],
+        "`minimize_`, `step_`, and `step()` in `checked()`: `UnsupportedGraphError` afterwards; "
+        "`step()`, `value_and_grads`",
+        graph_from_before_a_fused_step, same=True,
     ),
     Row(
         "`grad(x.as_strided_scatter(zero, (1,), (1,), 1).square().sum(), x)` at `[1, 2, 3]`",
