@@ -85,11 +85,12 @@ class Accumulator:
         # Of tensors: an iterator can be read once.
         self._tree = params if self._shards else self._params.tree(self._params.variables)
         self._sums = _Sums()
-        if self._replicas:
-            _ddp.require_one_group(self._replicas, "gradkit.Accumulator")
-        if _ddp.with_comm_hook(self._replicas):
+        replicas = self._all_replicas()
+        if replicas:
+            _ddp.require_one_group(replicas, "gradkit.Accumulator")
+        if _ddp.with_comm_hook(replicas):
             got = "a communication hook, which would not run"
-        elif any(module.parameters_to_ignore for module in self._replicas):
+        elif any(module.parameters_to_ignore for module in replicas):
             got = "parameters that DistributedDataParallel is to ignore"
         elif not self._shards and any(map(distributed.is_dtensor, self._params.variables)):
             got = "a DTensor that is not in a module of fully_shard"
@@ -212,6 +213,10 @@ class Accumulator:
             means = pytree.unflatten(sums.losses, values)
             return means, pytree.unflatten(self._params.spec, by_leaf)
 
+    def _all_replicas(self) -> list[DistributedDataParallel]:
+        """Return the replicated modules that were given, and others that have the parameters."""
+        return self._replicas or distributed.replicas_of(self._params.variables)
+
     def _by_count(self, sums: _Sums) -> list[Sequence[Tensor | None]]:
         width = len(self._params.variables)
         return [sums.grads[i * width : (i + 1) * width] for i in range(len(sums.counts))]
@@ -220,8 +225,8 @@ class Accumulator:
         """Return the groups over which sums are added up, one after the other."""
         if group is None and self._shards:
             return _fsdp.require_groups(self._shards, _MEAN, one_mesh=True)
-        if group is None and self._replicas:
-            return [_ddp.require_one_group(self._replicas, _MEAN)]
+        if group is None and (replicas := self._all_replicas()):
+            return [_ddp.require_one_group(replicas, _MEAN)]
         alone = group is None and not (dist.is_available() and dist.is_initialized())
         return [] if alone else [_agreement.require_group(group, _MEAN)]
 

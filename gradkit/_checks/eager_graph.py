@@ -56,6 +56,7 @@ def check_backward_to_leaves(call: Call) -> None:
         if call.create_graph:
             below, where = call.graph.below([index]), partial(call.losses.path, index)
             leaves = list(below.leaves.values())
+            reachability.refuse_unrecorded(leaves, where)
             higher_derivatives.refuse_wrong_derivative(where, leaves, below)
     if around(call) & (CREATES_GRAPH | WATCHED | CHECKPOINTS):
         _refuse_other_tensors(call)

@@ -78,7 +78,7 @@ def backward_(
     retain = read_pass_options("none", create_graph, retain_graph)
     flat = read_losses(losses, scalar=True)
     outputs, seeds, learned = weighted_outputs(flat, weights)
-    opened = NO_PARAMS if params is None else read_params(params)
+    opened = NO_PARAMS if params is None else read_params(params, allow_whole_replicas=True)
     group = require_graph(flat, outputs, [opened])
     call = Call(flat, outputs, [Pass(group, opened)], "none", create_graph, learned)
     if params is None:
