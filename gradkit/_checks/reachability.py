@@ -213,7 +213,7 @@ def refuse_unrecorded(leaves: Sequence[Tensor], where: Callable[[], str]) -> Non
     gathered, ids = gathered_params(), set(map(id, leaves))
     if not ids.isdisjoint(gathered):
         got, fix = "those of a fully_shard module", "gradkit.distributed.make_functional(module)"
-    elif distributed.replicas_of(leaves):
+    elif distributed.replicas_of(leaves, now=True):
         got = "those of a DistributedDataParallel module, which reduces without a graph"
         fix = "gradkit.distributed.value_and_grads(losses, module, create_graph=True)"
     else:

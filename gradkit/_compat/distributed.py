@@ -85,10 +85,12 @@ def reduced_params(modules: Iterable[DistributedDataParallel]) -> dict[int, str]
     }
 
 
-def replicas_of(tensors: Sequence[Any]) -> list[DistributedDataParallel]:
-    """Return the DDP modules that reduce the gradient of one of these tensors."""
+def replicas_of(tensors: Sequence[Any], *, now: bool = False) -> list[DistributedDataParallel]:
+    """Return the DDP modules that reduce the gradients of these; `now`: and not in no_sync()."""
     ids = set(map(id, tensors)) if PROCESS_GROUPS else set()
     every = replicas() if ids else []
+    if now:
+        every = [module for module in every if module.require_backward_grad_sync]
     return [module for module in every if not ids.isdisjoint(reduced_params([module]))]
 
 

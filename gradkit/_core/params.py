@@ -346,12 +346,12 @@ def _refuse_distributed(classes: Iterable[type], where: Callable[[], str]) -> No
 def _refuse_replicated(
     leaves: Sequence[Any], path: Callable[[int], str], *, unless_whole: bool
 ) -> None:
-    """Raise if one of these leaves is a parameter whose gradient DistributedDataParallel reduces."""
-    if not distributed.replicas_of(leaves):
+    """Raise if a leaf is a parameter whose gradient DistributedDataParallel is to reduce."""
+    if not distributed.replicas_of(leaves, now=True):
         return
     gc.collect()  # a replica that nobody uses any more may wait for that
     ids = set(map(id, leaves))
-    for module in distributed.replicas_of(leaves):
+    for module in distributed.replicas_of(leaves, now=True):
         reduced = distributed.reduced_params([module]).keys()
         if unless_whole and ids.issuperset(reduced):
             continue  # its hooks run, and reduce
@@ -362,7 +362,7 @@ def _refuse_replicated(
 
 
 _REDUCED = (
-    "the same call of gradkit.distributed, as gradkit.distributed.value_and_grads(losses, params), "
-    "or gradkit.minimize_, or loss.backward(); for this rank's gradient, losses that are computed "
-    "with torch.func.functional_call(ddp.module, copies, x) of copies p.detach().requires_grad_()"
+    "the same call of gradkit.distributed, as gradkit.distributed.value_and_grads(losses, params); "
+    "or gradkit.minimize_(optimizer, losses), or loss.backward(). For this rank's gradient, which "
+    "gradkit.distributed.all_reduce averages, make the call inside of ddp.no_sync()"
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -187,9 +188,8 @@ def rows_of_whole(s: Setting) -> Any:
 def second_order(s: Setting) -> Any:
     """The gradient of the square of the gradient's norm, which is the same on all ranks."""
     _, grads = s.api.value_and_grads(two(s), s.module, create_graph=True)
-    params = list(s.module.parameters())
-    _, second = gradkit.value_and_grads(tree.dot(grads, grads), params)
-    return gradkit.distributed.all_reduce(second) if s.is_wrapped else second
+    _, second = s.api.value_and_grads(tree.dot(grads, grads), list(s.module.parameters()))
+    return second
 
 
 def reduced_by_hand(s: Setting) -> Any:
@@ -200,7 +200,8 @@ def reduced_by_hand(s: Setting) -> Any:
         grads = {name: param.detach() for name, param in inner.named_parameters()}
     else:
         s.net = inner
-        _, grads = gradkit.value_and_grads(two(s), inner)
+        with getattr(s.module, "no_sync", nullcontext)():
+            _, grads = gradkit.value_and_grads(two(s), inner)
     return gradkit.distributed.all_reduce(grads)
 
 
@@ -363,7 +364,7 @@ def meta_step(s: Setting) -> Any:
     """The meta-gradient over the tasks of all ranks."""
     inner = s.module.module if isinstance(s.module, DistributedDataParallel) else s.module
     call, params, buffers = gradkit.func.make_functional(inner)
-    opt = gradkit.meta.sgd(lr=0.1)
+    opt, sync = gradkit.meta.sgd(lr=0.1), getattr(s.module, "no_sync", nullcontext)
 
     def loss(params: Any, outer: Any, x: Tensor) -> Tensor:
         return call(params, buffers, x)[0].square().mean()
@@ -371,9 +372,10 @@ def meta_step(s: Setting) -> Any:
     def meta_loss(params: Any, x: Tensor) -> Tensor:
         return loss(gradkit.meta.unroll(loss, params, [x, x], opt).params, (), x.cos())
 
-    _, grads = gradkit.meta.mean_value_and_grads(
-        meta_loss, params, s.x[:, None], create_graph=False
-    )
+    with sync():
+        _, grads = gradkit.meta.mean_value_and_grads(
+            meta_loss, params, s.x[:, None], create_graph=False
+        )
     return grads if s.module is s.single else gradkit.distributed.all_reduce(grads)
 
 
