@@ -42,7 +42,8 @@ def modules_in(module: nn.Module) -> list[Any]:
 # The process groups there are: none before `init_process_group`, and once all are destroyed.
 PROCESS_GROUPS: dict[Any, Any] = dist.distributed_c10d._pg_map if dist.is_available() else {}
 # How many references the class of DDP's reducers has without any; and had when these were found.
-_IDLE = sys.getrefcount(dist.Reducer) if dist.is_available() else 0
+_REDUCER: Any = getattr(dist, "Reducer", None)
+_IDLE = sys.getrefcount(_REDUCER)
 _found: tuple[int, list[ref[DistributedDataParallel]]] = -1, []
 
 
@@ -54,7 +55,7 @@ def replicas() -> list[DistributedDataParallel]:
     global _found
     count, references = _found
     alive = [module for reference in references if (module := reference()) is not None]
-    now, has_gil = sys.getrefcount(dist.Reducer), getattr(sys, "_is_gil_enabled", lambda: True)
+    now, has_gil = sys.getrefcount(_REDUCER), getattr(sys, "_is_gil_enabled", lambda: True)
     if now != count or len(alive) < len(references) or not has_gil():
         alive = _search()
         if len(alive) < now - _IDLE and gc.get_freeze_count():  # which hides what there was then

@@ -150,6 +150,7 @@ def _mean_by_hand(
     node: Any, kind: str, divisors: tuple[float, ...], count: float, scales: set[float]
 ) -> int:
     """Return the number of targets that a sum was divided by; 0 if it was by none."""
+    numbers = {count} if divisors else set()
     below = node.next_functions[0][0] if kind.startswith("Sum") else None
     while below is not None and below.name() in _QUOTIENTS:  # of each element
         divisors += _divisor(below, below.name())
@@ -158,7 +159,6 @@ def _mean_by_hand(
         return 0
     if kind.startswith("Nansum"):
         return round(max(divisors))
-    numbers = {count}
     if kind.startswith("Sum") or getattr(node, "_saved_reduction", None) == 2:
         first, *others = _shape_below(node) or (1,)
         sizes = {first}  # of the batch, and products with further dimensions: positions, classes

@@ -211,9 +211,9 @@ def leads_to_one_of(roots: Iterable[Tensor], leaves: Iterable[Tensor]) -> bool:
         for node in nodes:  # which grows meanwhile
             if is_leaf_node(node) and id(leaf_of(node)) in ids:
                 return True
-            new = [child for child, _ in node.next_functions if child not in reached]
-            reached.update(new)
-            nodes += filter(None, new)
+            new = {child for child, _ in node.next_functions if child} - reached
+            reached |= new
+            nodes += new
         return False
     finally:
         avoid_recursion(nodes)

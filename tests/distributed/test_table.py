@@ -247,6 +247,24 @@ def steps(s: Setting) -> Any:
     return dict(s.module.named_parameters())
 
 
+def minimized(s: Setting) -> Any:
+    """One optimizer, then two of them, clipped; the losses weighted."""
+    params = list(s.module.parameters())
+    weights = {"fit": 1.0, "size": 0.3}
+    gradkit.minimize_(torch.optim.Adam(params, lr=0.01), two(s), weights=weights)
+    parts = [torch.optim.SGD(part, lr=0.1) for part in (params[:3], params[3:])]
+    _, norm = gradkit.minimize_(parts, two(s), max_norm=0.1)
+    return norm.item(), dict(s.module.named_parameters())
+
+
+def backward_with_graph(s: Setting) -> Any:
+    gradkit.backward_(two(s), create_graph=True)
+    grads = grads_left(s.module)
+    assert all(grad is not None and grad.requires_grad for grad in grads)
+    s.module.zero_grad()
+    return grads
+
+
 def scaled_steps(s: Setting) -> Any:
     """With a scaler: the second step is not taken, because of an inf on one rank."""
     optimizer = torch.optim.SGD(s.module.parameters(), lr=0.1)
@@ -396,6 +414,8 @@ ROWS: dict[str, Callable[[Setting], Any]] = {
     "`combine`, `add_grads_(..., hooks=True)`": handed_over,
     "`combine` with TorchJD's UPGrad": by_upgrad,
     "`step_`": steps,
+    "`minimize_`": minimized,
+    "`backward_(..., create_graph=True)`": backward_with_graph,
     "`step_` with a `GradScaler`": scaled_steps,
     "`write_grads_`, `add_grads_`, `read_grads`, `clear_grads_`": workflow,
     "`backward_`": backward,
@@ -421,6 +441,8 @@ TABLE: dict[str, tuple[str, str, str, str]] = {
     "`combine`, `add_grads_(..., hooks=True)`": (OK, OK, OK, OK),
     "`combine` with TorchJD's UPGrad": (OK, OK, OK, OK),
     "`step_`": (OK, OK, OK, OK),
+    "`minimize_`": (OK, NO, OK, OK),
+    "`backward_(..., create_graph=True)`": (NO, NO, OK, OK),
     "`step_` with a `GradScaler`": (OK, OK, TORCH, OK),
     "`write_grads_`, `add_grads_`, `read_grads`, `clear_grads_`": (OK, OK, OK, OK),
     "`backward_`": (OK, OK, OK, OK),
