@@ -267,7 +267,7 @@ def means(x: Tensor, w: Tensor) -> dict[str, tuple[Tensor, str]]:
         "ctc": (functional.ctc_loss(paths, y[:4].view(2, 2) + 1, *lengths), "a mean over 2"),
         "nanmean": (out.nanmean(), "a mean over 40"),
         "margins": (functional.multi_margin_loss(out, y), "a mean over 10"),
-        "weighted": (functional.mse_loss(out, p, weight=p), "a mean over 10"),
+        "weighted": (functional.nll_loss(logs, y, weight=p[0]), "a mean over 10"),
         "of means": (out.mean(1).mean(), "a mean over 10"),
         "a term": (total + 0.01 * out.square().mean(), "one term of which is a mean over 40"),
         "deep": (1 - (total - out.mean() * 3).double().view(1) / 2, "one term of which is"),

@@ -155,7 +155,7 @@ def check_what_is_no_replica(device: torch.device) -> None:
     """A copy, a module of which the wrapper is gone, and another module are this rank's own."""
     x = inputs(device)
     model = DistributedDataParallel(mlp(device))
-    model.itself = [model]  # a cycle, which the garbage collector has to find
+    vars(model)["itself"] = [model]  # a cycle, which the garbage collector has to find
     inner, copied = model.module, copy.deepcopy(model.module)
     with pytest.raises(gradkit.UnsupportedGraphError):
         gradkit.value_and_grads(inner(x).sum(), inner)
