@@ -205,18 +205,8 @@ def nodes_in_order(
 def leads_to_one_of(roots: Iterable[Tensor], leaves: Iterable[Tensor]) -> bool:
     """Return whether one of some leaves is below the roots: the walk ends at the first."""
     ids = set(map(id, leaves))
-    nodes = [root.grad_fn or edge(root).node for root in roots if root.requires_grad]
-    reached = set(nodes)
-    try:
-        for node in nodes:  # which grows meanwhile
-            if is_leaf_node(node) and id(leaf_of(node)) in ids:
-                return True
-            new = {child for child, _ in node.next_functions if child} - reached
-            reached |= new
-            nodes += new
-        return False
-    finally:
-        avoid_recursion(nodes)
+    nodes = nodes_in_order(root for root in roots if root.requires_grad)
+    return any(is_leaf_node(node) and id(leaf_of(node)) in ids for node in nodes)
 
 
 def nodes_of_types(roots: Iterable[Tensor], most: Mapping[type, int]) -> list[Node]:

@@ -66,10 +66,11 @@ def backward_(
         NotScalarLossError: A loss does not have exactly one element.
         OptionError: `retain_graph` or `create_graph` is not a bool.
         StructureError: A tree is empty or does not match.
-        UnreachedParamError: Nothing of `params` is reached, or one was cast since the forward pass.
+        UnreachedParamError: Nothing of `params` is reached, or one was cast since the forward pass
+            (which may show after the pass; `.grad` is as before, too).
         UnsupportedGraphError: `params` with a reentrant checkpoint, DistributedDataParallel or
-            FSDP, where torch would silently not write `.grad`; or `create_graph` through an
-            operation whose second derivative is silently wrong in torch. Or a checkpoint that
+            FSDP, where torch would silently not write `.grad`, or not reduce it; `create_graph`
+            for parameters of these, which torch reduces without a graph, or through an operation whose second derivative is silently wrong in torch. Or a checkpoint that
             recomputes other tensors than its forward pass had, as far as that shows.
 
     Source:
