@@ -308,7 +308,7 @@ def _read(before: _Sums, scales: set[float], loss_sum: PyTree, count: PyTree) ->
         count_of_loss = counts[index % len(counts)]
         elements, is_term = averaged_elements(loss.grad_fn, count_of_loss, scales)
         if elements:
-            got = f"{'a sum, one term of which is ' * is_term}a mean over {elements}"
+            got = f"a mean over {elements}{', as one of its terms' * is_term}"
             where_loss = losses.path(index)
             raise UnsupportedGraphError(message(where_loss, "a sum over targets", got, _OF_SUMS))
     with torch.enable_grad(), INSIDE:  # of a loss of shape [1], separate gradients are [1, ...]
