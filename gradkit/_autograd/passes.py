@@ -504,9 +504,12 @@ def trees_by_loss(result: PassResult, params: Params, unused: str) -> PyTree:
     return pytree.unflatten(losses.spec, trees)
 
 
-def read_params_of_each(losses: Losses, params: PyTree) -> list[Params]:
+def read_params_of_each(
+    losses: Losses, params: PyTree, *, allow_distributed: bool = False
+) -> list[Params]:
     """Return the params that stand at the place of each loss in a tree of params."""
-    return list(map(read_params, params_of_each_loss(losses, params), _roots(losses.spec)))
+    read = partial(read_params, allow_distributed=allow_distributed)
+    return list(map(read, params_of_each_loss(losses, params), _roots(losses.spec)))
 
 
 @lru_cache(maxsize=64)

@@ -35,9 +35,14 @@ from gradkit._core.params import Params
 from gradkit.errors import FreedGraphError, UnsupportedGraphError, message
 
 
-def check_backward(call: Call) -> None:
+def check_backward(call: Call, *, casts: bool) -> None:
     """Raise if `.backward()` for some params would leave `.grad` wrong, or as it was."""
+    # `casts`: of leaves that were cast, too, for which the whole graph is walked.
     check_call(call)
+    if not casts:
+        if not graph.leads_to_one_of(call.outputs, call.passes[0].params.variables):
+            reachability.refuse_nothing_reached(call)
+        return
     below = call.whole
     if not any(below.reaches(variable) for _, _, variable in call.variables()):
         reachability.refuse_nothing_reached(call)
@@ -56,6 +61,7 @@ def check_backward_to_leaves(call: Call) -> None:
         if call.create_graph:
             below, where = call.graph.below([index]), partial(call.losses.path, index)
             leaves = list(below.leaves.values())
+            reachability.refuse_unrecorded(leaves, where)
             higher_derivatives.refuse_wrong_derivative(where, leaves, below)
     if around(call) & (CREATES_GRAPH | WATCHED | CHECKPOINTS):
         _refuse_other_tensors(call)

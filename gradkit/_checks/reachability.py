@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from torch import Tensor
@@ -206,6 +206,20 @@ def refuse_gathered(params: Params) -> None:
             fix = "gradkit.distributed.value_and_grads(losses, module); or make the call before "
             fix += "the forward pass, or after the backward pass"
             raise UnsupportedGraphError(message(params.path(index), expected, got, fix))
+
+
+def refuse_unrecorded(leaves: Sequence[Tensor], where: Callable[[], str]) -> None:
+    """Raise if `.backward(create_graph=True)` would leave some leaf a `.grad` without a graph."""
+    gathered, ids = gathered_params(), set(map(id, leaves))
+    if not ids.isdisjoint(gathered):
+        got, fix = "those of a fully_shard module", "gradkit.distributed.make_functional(module)"
+    elif distributed.replicas_of(leaves, now=True):
+        got = "those of a DistributedDataParallel module, which reduces without a graph"
+        fix = "gradkit.distributed.value_and_grads(losses, module, create_graph=True)"
+    else:
+        return
+    expected = "parameters of this process, for a .grad that has a graph"
+    raise UnsupportedGraphError(message(where(), expected, got, fix))
 
 
 def is_fsdp_shard(variable: Tensor) -> bool:

@@ -102,7 +102,8 @@ def mean_value_and_grads(
     options.check_option("randomness", randomness, _vmap_or_loop.RANDOMNESS)
     ranks = None if group is None else require_group(group, "gradkit.meta.mean_value_and_grads")
     with nullcontext() if ranks is None else failures_reported(ranks):
-        outer, batch = read_arguments((params,), 0, "params"), _read_tasks(tasks, in_dims)
+        outer = read_arguments((params,), 0, "params", allow_distributed=ranks is not None)
+        batch = _read_tasks(tasks, in_dims)
         try:
             totals, aux = _sum_over_tasks(
                 meta_loss_fn, has_aux, randomness, create_graph, outer, batch, tasks_at_once

@@ -20,7 +20,6 @@ from tests.helpers import OnceCubed
 from tests.silently_wrong import special_points
 from tests.silently_wrong._row import Case, D, Row
 from tests.silently_wrong.operations import NORMALIZED, second_of_weight_norm_compiled
-from tests.silently_wrong.processes import ddp_passed_by, parameters_of_ddp, shown
 
 CHECKED = "`checked()`: right"
 UNCHECKED = "`func`, `checked()`: `UnsupportedGraphError`; `value_and_grads`"
@@ -615,14 +614,5 @@ ROWS = [
         "`module(x)` in another thread, during `functional_call(module, params, x)`: it gets these "
         "params",
         [10.0], [1.0], "`func.make_functional`", module_called_in_another_thread, same=True,
-    ),
-    Row(
-        "`grad(loss, list(ddp.parameters()))`, bare parameters",
-        [2.0], [10.0], "`value_and_grads(loss, list(ddp.parameters()))`",
-        shown(parameters_of_ddp), same=True,
-    ),
-    Row(
-        "`backward(params, grads)`, of a loss of `ddp.module`",
-        [2.0], [10.0], "`add_grads_(params, grads, hooks=True)`", shown(ddp_passed_by), same=True,
     ),
 ]  # fmt: skip
