@@ -141,7 +141,8 @@ class OpMonitor(TorchFunctionMode):
             if name in table.BY_FORMULA:
                 given = self._current(given)
             call = table.OpCall(*given, is_functional, transforms(), self._outer)
-            if name not in table.BY_FORMULA:
+            bug = table.BY_FORMULA.get(name)
+            if bug is None or (name in table.REFUSED and not bug.when(call, ())):
                 self._note(name, call)
             elif not constants and _needs_formula(name, call):
                 if not _is_in_place(func):
