@@ -291,11 +291,25 @@ def prod(operation: Operation, input: Tensor, *args: Any, **kwargs: Any) -> Tens
         return value
     dim = args[0] if args else kwargs.get("dim")
     x = input.to(value.dtype)
-    x = x.flatten() if dim is None else x.movedim(dim, -1)
+    x, exponents = _scaled(x.flatten() if dim is None else x.movedim(dim, -1))
     while (size := x.size(-1)) > 1:
         half = size // 2
         x = torch.cat([x[..., :half] * x[..., half : 2 * half], x[..., 2 * half :]], -1)
+    x = _unscaled(x, exponents.sum(-1, keepdim=True))
     return with_value(value, x.reshape(value.shape)) if size else value
+
+
+def _scaled(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return numbers of size about one, and the powers of two by which they are the given ones."""
+    # In whatever order they are multiplied, none overflows whose product does not.
+    exponents = x.detach().abs().log2().round()
+    exponents = torch.where(exponents.isfinite(), exponents, 0).clamp_min(-120)
+    return torch.ldexp(x, -exponents), exponents
+
+
+def _unscaled(x: Tensor, exponents: Tensor) -> Tensor:
+    half = (exponents / 2).floor()  # the power itself may overflow where the product does not
+    return torch.ldexp(torch.ldexp(x, half), exponents - half)
 
 
 def cumprod(operation: Operation, input: Tensor, dim: int, **kwargs: Any) -> Tensor:
@@ -303,7 +317,9 @@ def cumprod(operation: Operation, input: Tensor, dim: int, **kwargs: Any) -> Ten
     value: Tensor = operation(input, dim, **kwargs)
     (x,) = _with_dimensions(input.to(value.dtype))
     x = x.movedim(dim, -1)
+    x, exponents = _scaled(x)
     x = _products_so_far(x, torch.zeros_like(x, dtype=torch.long))
+    x = _unscaled(x, exponents.cumsum(-1))
     return with_value(value, x.movedim(-1, dim).reshape(value.shape))
 
 
@@ -360,13 +376,19 @@ def _segment_products(given: Sequence[Tensor], dim: int, *, include_self: bool) 
     input, index, src = given
     order = index.argsort(dim)
     keys, x = (t.gather(dim, order).movedim(dim, -1) for t in (index, src))
-    products, factors = _products_so_far(x, keys), torch.ones_like(input).movedim(dim, -1)
+    input, scale = _scaled(input.movedim(dim, -1))
+    x, exponents = _scaled(x)
+    products, factors = _products_so_far(x, keys), torch.ones_like(input)
     is_last = functional.pad(keys[..., 1:] != keys[..., :-1], (0, 1), value=True)
     at_last = torch.where(is_last, products, 0)
     hit = _is_hit(factors, -1, keys)
     factors = torch.where(hit, torch.zeros_like(factors).scatter_add(-1, keys, at_last), 1)
-    factors, hit = factors.movedim(-1, dim), hit.movedim(-1, dim)
-    return input * factors if include_self else torch.where(hit, factors, input)
+    if include_self:
+        scale, factors = scale.scatter_add(-1, keys, exponents), input * factors
+    else:
+        scale, factors = torch.where(hit, 0, scale), torch.where(hit, factors, input)
+        scale = scale.scatter_add(-1, keys, exponents)
+    return _unscaled(factors, scale).movedim(-1, dim)
 
 
 def index_reduce(
