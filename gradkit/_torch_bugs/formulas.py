@@ -22,7 +22,7 @@ from gradkit._compat.transforms import (
     recording_levels,
     transforms,
 )
-from gradkit._core.known_results import Result, rule_of
+from gradkit._core.known_results import Result, Rule, rule_of
 from gradkit.errors import UnsupportedGraphError, message
 
 Operation = Callable[..., Any]
@@ -173,7 +173,24 @@ def _orthogonal(a: Tensor, u: Tensor, v: Tensor) -> Tensor:
     shrunk = u[..., rank:] - u[..., :rank] @ tilt
     ones = torch.eye(square.size(-1), dtype=u.dtype, device=u.device)
     # The power -1/2 of 1 + square, which is zero here: all of its derivatives up to the fifth.
-    return shrunk @ (ones - square / 2 + 3 / 8 * square @ square)
+    last = shrunk @ (ones - square / 2 + 3 / 8 * square @ square)
+    looked_at = [] if order_of(a) == 1 else [True]
+
+    def grads(bases: Sequence[Tensor], _: Sequence[bool], cotangents: Sequence[Any]) -> Any:
+        turned = (bases[0].mH @ cotangents[0]).detach()
+        # A derivative of a loss of the space has other cotangents.
+        if not looked_at and _is_on_host(turned):
+            looked_at.append(True)
+            if (turned - turned.mH).abs().max() > 1e-3 * turned.abs().max():
+                expected = "a loss of the space that is orthogonal to the matrix"
+                fix = "full_matrices=False; or a loss of u @ u.mH, of those columns u"
+                raise UnsupportedGraphError(
+                    message("torch.linalg.svd", expected, "one that depends on its basis", fix)
+                )
+        return cotangents
+
+    rule = Rule(grads, lambda _, tangents: tangents, lambda x: (x.clone(),))
+    return Result.of(rule, [last])[0]
 
 
 def embedding(operation: Operation, *args: Any, **kwargs: Any) -> Tensor:
@@ -304,12 +321,12 @@ def _scaled(x: Tensor) -> tuple[Tensor, Tensor]:
     # In whatever order they are multiplied, none overflows whose product does not.
     exponents = x.detach().abs().log2().round()
     exponents = torch.where(exponents.isfinite(), exponents, 0).clamp_min(-120)
-    return torch.ldexp(x, -exponents), exponents
+    return x * (-exponents).exp2(), exponents
 
 
 def _unscaled(x: Tensor, exponents: Tensor) -> Tensor:
     half = (exponents / 2).floor()  # the power itself may overflow where the product does not
-    return torch.ldexp(torch.ldexp(x, half), exponents - half)
+    return x * half.exp2() * (exponents - half).exp2()
 
 
 def cumprod(operation: Operation, input: Tensor, dim: int, **kwargs: Any) -> Tensor:
