@@ -49,9 +49,10 @@ def modified_since_saved(nodes: Iterable[Node]) -> Reason | None:
     return None
 
 
-def saved_versions(roots: Iterable[Tensor]) -> list[tuple[Node, Tensor, int]]:
+def saved_versions(outputs: Iterable[Tensor]) -> list[tuple[Node, Tensor, int]]:
     """Return what the nodes of a graph have saved, and how often each has been written on."""
     # A transform saves wrappers, whose counts are their own: torch itself sees no later write.
+    roots = [output for output in outputs if output.grad_fn is not None]
     return [
         (node, data, data._version)
         for node in Subgraph(roots).nodes

@@ -92,8 +92,8 @@ def _vjp(
         results: Any = named_errors(lambda: torch.func.vjp(run, *point, has_aux=True), point)
         values, aux = (copied(cut(tensors)) for tensors in results[::2])
     torch_pull, versions = results[1], write_counts(point)
-    recorded = [output for output in run.outputs.leaves if output.grad_fn is not None]
-    saved = [] if torch.compiler.is_compiling() or transforms() else saved_versions(recorded)
+    is_hidden = torch.compiler.is_compiling() or bool(transforms())
+    saved = [] if is_hidden else saved_versions(run.outputs.leaves)
 
     def pull(cotangents: PyTree) -> tuple[PyTree, ...]:
         _refuse_changed(arguments, point, versions)
