@@ -119,6 +119,18 @@ def distances(operation: Operation, *args: Any, **kwargs: Any) -> Tensor:
     return torch.linalg.vector_norm(each, math.inf, -1)
 
 
+def norm(operation: Operation, *args: Any, **kwargs: Any) -> Tensor:
+    """Return a norm; raise where it is zero: torch takes its second derivative there for zero."""
+    # Of cos(norm(x)), which is smooth, it is not.
+    value: Tensor = operation(*args, **kwargs)
+    if _is_on_host(value) and (value.detach() == 0).any():
+        expected, got = "a norm that has a second derivative", "one that is zero, of which a jvp "
+        fix = "x.square().sum() for its square; or hvp at a point at which it is not zero"
+        got += "of a derivative is silently wrong"
+        raise UnsupportedGraphError(message("torch.linalg.vector_norm", expected, got, fix))
+    return value
+
+
 def xlogy(operation: Operation, input: Any, other: Any, **kwargs: Any) -> Tensor:
     """Return what torch.xlogy and xlog1py do: zero for an input of zero, whatever the other is."""
     if isinstance(other, Tensor):

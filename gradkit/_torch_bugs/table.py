@@ -308,6 +308,8 @@ ROWS = (
     Defect("eig", fix=_FORWARD, issues="192540", also=(("Grad", "Jvp"),)),
     Defect("eigvals", fix=_FORWARD, issues="192540"),
     Defect("svd", formula=formulas.svd, also=_FIRST),
+    Defect("norm vector_norm matrix_norm dist", formula=formulas.norm,
+           also=(("Jvp", "Grad"), ("Jvp", "Jvp"))),
     Defect("cholesky_inverse", fix=_FORWARD, issues="196682",
            nodes={"CholeskyInverseBackward0": {}}),
     Defect("triangular_solve", fix=_FORWARD, issues="196707",
@@ -369,7 +371,7 @@ ROWS = (
            values={"HardshrinkBackward0": _SHRINKS}),
     Defect("prelu", formula=formulas.prelu),
 
-    *(Defect(name, formula=formulas.xlogy, also=_FIRST, aliases=f"{name}_", values={
+    *(Defect(name, issues="80770", formula=formulas.xlogy, also=_FIRST, aliases=f"{name}_", values={
         f"{kind}Backward{number}": _where(
             f"{name} of zero, and of another argument at which its logarithm is that of zero: "
             "torch gives nan for a derivative of zero", partial(_is_zero_by_zero, at=at))
@@ -377,7 +379,7 @@ ROWS = (
         (("xlogy", "Xlogy", 0), ("xlog1py", "SpecialXlog1Py", -1))),
 
     # --- layers and losses
-    Defect("ctc_loss", formula=formulas.ctc_loss, also=_FIRST, values={
+    Defect("ctc_loss", issues="52241 181534", formula=formulas.ctc_loss, also=_FIRST, values={
         f"{kernel}CtcLossBackward{number}": _where(
             "ctc_loss of log_probs that no log_softmax has made: torch gives its gradient by what "
             "one would be of", _is_of_no_log_softmax)
