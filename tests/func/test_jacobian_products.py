@@ -472,7 +472,7 @@ def test_what_fn_refers_to_has_changed(device: torch.device, product: str, chang
     given = torch.ones(1, device=device) if product == "vjp" else x
     multiply(given)
     write()
-    with pytest.raises(gradkit.UnsupportedGraphError, match="fn: expected saved tensors as they"):
+    with pytest.raises(gradkit.UnsupportedGraphError, match="^fn: expected"):
         multiply(given)
 
 
