@@ -89,8 +89,7 @@ class Result(Function):
 def rule_of(fn: Callable[..., Tensors], *, transposes: bool = False) -> Rule:
     """Return the rule of a function of tensors, which runs again in a pass; so do derivatives."""
     # Forward mode may be what reverse mode does, transposed.
-    rules = (partial(rule, fn, transposes) for rule in (_grads, _tangents))
-    return Rule(*rules, fn)
+    return Rule(partial(_grads, fn, transposes), partial(_tangents, fn, transposes), fn)
 
 
 def recomputed(fn: Callable[..., Tensors], *tensors: Tensor, transposes: bool = False) -> Tensors:
@@ -132,7 +131,7 @@ def _tangents(
 
         primals = tuple(compress(every, moves))
         if transposes:
-            outputs, pull = vjp(of, *primals)
+            outputs, pull, *_ = vjp(of, *primals)
             zeros = map(torch.zeros_like, outputs)
             return tuple(vjp(lambda *seeds: pull(seeds), *zeros)[1](every[count:]))
         with forward_mode_on(), INSIDE:

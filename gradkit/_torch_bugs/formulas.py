@@ -146,7 +146,7 @@ def ctc_loss(operation: Operation, *args: Any, **kwargs: Any) -> Tensor:
     names = "log_probs targets input_lengths target_lengths blank reduction zero_infinity"
     given = {"reduction": "mean", **by_name(names, args, kwargs)}
     each = given | {"reduction": "none" if isinstance(given["reduction"], str) else 0}
-    losses = operation(**each)
+    losses: Tensor = operation(**each)
     log_probs, *lengths = (given[names.split()[i]] for i in (0, 2, 3))
     read, spoken = (torch.as_tensor(n, device=losses.device).view(losses.shape) for n in lengths)
     steps = torch.arange(len(log_probs), device=losses.device).view(-1, *[1] * losses.dim())
@@ -160,7 +160,7 @@ def ctc_loss(operation: Operation, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def svd(operation: Operation, a: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Return what torch.linalg.svd and torch.svd do; the rule leaves out what `a` does not reach."""
+    """Return what torch.linalg.svd and torch.svd do: its rule leaves out full matrices."""
     result = operation(a, *args, **kwargs)
     u, values, v = result
     v = v if operation is torch.svd or operation is Tensor.svd else v.mH

@@ -15,6 +15,7 @@ from torch.autograd import Function
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from gradkit._compat.autograd import written_arguments
 from gradkit._compat.dynamo import functions_traced, leave_uncompiled
 from gradkit._compat.nodes import output_shape, saved, saved_or
 from gradkit._compat.transforms import (
@@ -318,24 +319,16 @@ _Written: TypeAlias = list[tuple[Tensor, Any, int | None]]
 
 def _graphs_written_on(func: Any, args: Any, kwargs: Any) -> _Written:
     """Return what an operator writes on, as its schemas say, if that has a graph, or a tangent."""
-    if isinstance(func, _OVERLOAD):
-        schemas = [func._schema]
-    else:
-        schemas = [getattr(func, name)._schema for name in func.overloads()]
-    written = [
-        args[index] if index < len(args) else kwargs.get(argument.name)
-        for schema in schemas
-        for index, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
     # A leaf of eager code is the variable itself, whatever was written on it.
-    varying = [x for x in pytree.tensors(written) if varies(x) and (transforms() or not x.is_leaf)]
+    varying = [
+        x
+        for x in pytree.tensors(written_arguments(func, args, kwargs))
+        if varies(x) and (transforms() or not x.is_leaf)
+    ]
     return [(x, x.grad_fn, tangent_version(x)) for x in varying]
 
 
-def _refuse_dropped(
-    func: Callable[..., Any], given: Any, result: Any, written: _Written
-) -> None:
+def _refuse_dropped(func: Callable[..., Any], given: Any, result: Any, written: _Written) -> None:
     """Raise if an operator has dropped a derivative of what it was given."""
     # torch drops tangents without a word, and warns once of a backward pass.
     outputs = [x for x in pytree.tensors(result) if x.is_floating_point() or x.is_complex()]
@@ -345,7 +338,7 @@ def _refuse_dropped(
     if torch.is_grad_enabled() and not any(map(carries_graph, outputs)):  # a kernel falls through
         is_cut |= any(map(carries_graph, inputs))
     if any(x.grad_fn is made and tangent_version(x) == count for x, made, count in written):
-        got = "one that writes on a tensor with a graph, or a tangent: torch leaves these as they were"
+        got = "one that writes on a tensor with a graph or a tangent, which stay as they were"
         fix = "return the result, with torch.library.register_autograd, and write on nothing"
     elif is_cut:
         got = "one without an autograd kernel: torch takes its derivative as zero"

@@ -1,4 +1,4 @@
-"""Operations of which torch loses a part of the derivative: differences in float64 are the oracle."""
+"""Operations of which torch loses a part of the derivative: differences are the oracle."""
 
 from __future__ import annotations
 

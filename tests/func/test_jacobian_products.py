@@ -460,7 +460,15 @@ def changed_since(device: torch.device, change: str) -> tuple[Any, Any]:
     return changes[change]
 
 
-CHANGES = ["step_", "minimize_", "copy_", "load_state_dict", "an object", "a checkpoint", "statistics"]
+CHANGES = [
+    "step_",
+    "minimize_",
+    "copy_",
+    "load_state_dict",
+    "an object",
+    "a checkpoint",
+    "statistics",
+]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -472,7 +480,7 @@ def test_what_fn_refers_to_has_changed(device: torch.device, product: str, chang
     given = torch.ones(1, device=device) if product == "vjp" else x
     multiply(given)
     write()
-    with pytest.raises(gradkit.UnsupportedGraphError, match="^fn: expected"):
+    with pytest.raises(gradkit.UnsupportedGraphError, match=r"^fn: expected"):
         multiply(given)
 
 

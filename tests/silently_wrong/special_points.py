@@ -137,8 +137,9 @@ def ctc_loss_of_no_log_softmax(device: torch.device) -> Case:
     target, two = torch.ones(1, dtype=torch.long, device=device), torch.tensor(2, device=device)
     return _eager(
         lambda x: torch.nn.functional.ctc_loss(x, target, two, two - 1, reduction="sum"),
-        lambda x: -torch.stack([x[0, 1] + x[1, 1], x[0, 0] + x[1, 1], x[0, 1] + x[1, 0]])
-        .logsumexp(0),
+        lambda x: (
+            -torch.stack([x[0, 1] + x[1, 1], x[0, 0] + x[1, 1], x[0, 1] + x[1, 0]]).logsumexp(0)
+        ),
         x,
     )
 
@@ -159,12 +160,15 @@ def second_of_a_norm_of_zero(device: torch.device) -> Case:
     def squared(x: Tensor) -> Tensor:
         return torch.linalg.vector_norm(x) ** 2
 
-    def product(x: Tensor) -> Tensor:
-        return func.hvp(lambda x: x.square().sum(), x, along)[1]
+    def written(x: Tensor) -> Tensor:
+        return x.square().sum()
 
-    theirs = jvp(grad(squared), (x,), (along,))[1]
+    def product(x: Tensor) -> Tensor:
+        return func.hvp(written, x, along)[1]
+
+    theirs, right = jvp(grad(squared), (x,), (along,))[1], jvp(grad(written), (x,), (along,))[1]
     ours, instead = lambda: func.hvp(squared, x, along)[1], lambda: product(x)
-    return Case(theirs, jvp(grad(lambda x: x @ x), (x,), (along,))[1], ours, instead)
+    return Case(theirs, right, ours, instead)
 
 
 def jvp_of_logcumsumexp(device: torch.device) -> Case:

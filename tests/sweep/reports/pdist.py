@@ -1,7 +1,7 @@
 """torch.pdist and torch.cdist with p=inf: each coordinate of a tie gets the whole gradient.
 
-The largest distance of two rows is that of two coordinates. Moved by one, both change it by one, and
-not by two. vector_norm(x[0] - x[1], inf), which is the same, shares the gradient among them.
+The largest distance of two rows is that of two coordinates. Moved by one, both change it by one,
+and not by two. vector_norm(x[0] - x[1], inf), which is the same, shares the gradient among them.
 """
 
 import torch
