@@ -116,7 +116,8 @@ def distances(operation: Operation, *args: Any, **kwargs: Any) -> Tensor:
     each = differences(*tensors)
     if not each.numel():
         return cast("Tensor", operation(*args, **kwargs))
-    return torch.linalg.vector_norm(each, math.inf, -1)
+    largest: Tensor = torch.linalg.vector_norm(each, math.inf, -1)
+    return largest
 
 
 def norm(operation: Operation, *args: Any, **kwargs: Any) -> Tensor:
