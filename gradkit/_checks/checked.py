@@ -139,7 +139,7 @@ def _params(optimizer: Optimizer) -> Iterator[Tensor]:
 
 # What torch writes after it has saved it. In training, a pass does not need running statistics; the
 # noise of an RReLU is refused where it is lost.
-_STATISTICS, _NOISE = {"running_mean", "running_var"}, "noise"
+STATISTICS, _NOISE = {"running_mean", "running_var"}, "noise"
 
 
 class SavedValue:
@@ -349,7 +349,7 @@ def compare_values(frames: Iterable[Frame], nodes: Iterable[Node]) -> None:
     for value in by_holder.values():
         value.is_compared = value.differs = False
     for node in nodes if by_holder else ():
-        written_later = set() if kind_of_node(node).endswith(IN_EVAL_MODE) else _STATISTICS
+        written_later = set() if kind_of_node(node).endswith(IN_EVAL_MODE) else STATISTICS
         for name, packed in packed_tensors(node):
             key = id(packed.data)
             if key in by_holder and name not in {*written_later, _NOISE}:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import Context, ContextVar
 from functools import cache, partial
@@ -199,3 +199,14 @@ def plain_recurrent_kernels() -> Iterator[None]:
         put_cudnn(False)
         put_mkldnn(False)
         yield
+
+
+def written_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return what an operator, or an overload of one, writes on. Run on torch 2.13."""
+    overloads = operator.overloads() if hasattr(operator, "overloads") else ()
+    return [
+        args[index] if index < len(args) else kwargs.get(argument.name)
+        for one in [getattr(operator, name) for name in overloads] or [operator]
+        for index, argument in enumerate(one._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gradkit import errors
+from gradkit._checks.modified_tensors import refuse_written_since, saved_versions
 from gradkit._compat.dynamo import functions_traced, inlined_function
 from gradkit._compat.transforms import carries_graph, differentiated, level_of, transforms
 from gradkit._compat.undoing import INSIDE
@@ -65,7 +66,8 @@ def vjp(
         the primals, as often as it is called. What `fn` has used stays as it is until then.
 
     Raises:
-        UnsupportedGraphError: In `pull`, if a primal was changed in place since the call.
+        UnsupportedGraphError: In `pull`, if a primal, or a tensor that `fn` refers to, was changed
+            in place since the call, and its old value is needed.
         StructureError: In `pull`, for cotangents that do not match the outputs.
         GradkitError: As in `value_and_grads`.
 
@@ -90,9 +92,12 @@ def _vjp(
         results: Any = named_errors(lambda: torch.func.vjp(run, *point, has_aux=True), point)
         values, aux = (copied(cut(tensors)) for tensors in results[::2])
     torch_pull, versions = results[1], write_counts(point)
+    is_hidden = torch.compiler.is_compiling() or bool(transforms())
+    saved = [] if is_hidden else saved_versions(run.outputs.leaves)
 
     def pull(cotangents: PyTree) -> tuple[PyTree, ...]:
         _refuse_changed(arguments, point, versions)
+        refuse_written_since(saved)
         by_leaf = pytree.flatten_up_to(run.outputs.spec, "values", cotangents, "cotangents")
         seeds = []
         for index, (value, seed) in enumerate(zip(values, by_leaf, strict=True)):
@@ -237,7 +242,7 @@ def linearize(
         of `hvp`, and returns a tree like `values`, as often as it is called, as `pull` in `vjp`.
 
     Raises:
-        GradkitError: As in `hvp`; and in `push`, if a primal was changed in place since the call.
+        GradkitError: As in `hvp`; and in `push`, as in the `pull` of `vjp`.
 
     Source:
         `torch.func.linearize`, https://pytorch.org/docs/stable/func.api.html

@@ -189,6 +189,16 @@ def parameters_of_ddp(x: Tensor) -> Case:
     return Case(theirs, right, ours, reduced_to_params)
 
 
+def factor_that_was_reduced(x: Tensor) -> Case:
+    """Collectives write on tensors, and do not count that as a write."""
+    w, factor = torch.ones(1, requires_grad=True), x.flatten().clone()
+    right, loss = factor.clone(), (w * factor).sum()
+    dist.all_reduce(factor)
+    theirs = grad(loss, w, retain_graph=True)[0]
+    ours = gradkit.value_and_grads(loss, w)[1]
+    return Case(theirs, right, lambda: ours)
+
+
 TRIALS: list[Trial] = [
     ddp_and_autograd_grad,
     ddp_passed_by,
@@ -197,6 +207,7 @@ TRIALS: list[Trial] = [
     fsdp_and_autograd_grad,
     fsdp_and_backward_inputs,
     parameters_of_ddp,
+    factor_that_was_reduced,
 ]
 
 
