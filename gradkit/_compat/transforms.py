@@ -321,6 +321,17 @@ def run_in_level(
         ]
 
 
+@contextmanager
+def scripted_functions_interpreted() -> Iterator[None]:
+    """Run scripted functions operation by operation in this thread."""
+    # Compiled, as from its second call on, one is a node whose derivative transforms do not see.
+    # One that was compiled before stays so. Run on torch 2.13.
+    before: bool = torch._C._get_graph_executor_optimize()
+    with undone(partial(torch._C._set_graph_executor_optimize, before)):
+        torch._C._set_graph_executor_optimize(False)
+        yield
+
+
 def _require_grad(tensors: Iterable[Tensor]) -> None:
     allowed = _functorch.get_inplace_requires_grad_allowed()
     with undone(partial(_functorch.set_inplace_requires_grad_allowed, allowed)):

@@ -32,6 +32,7 @@ from gradkit._compat.transforms import (
     layers,
     level_of,
     recording_levels,
+    scripted_functions_interpreted,
     transforms,
     without_innermost_tangent,
 )
@@ -120,7 +121,12 @@ class OpMonitor(TorchFunctionMode):
         if torch.is_grad_enabled():
             self._tangents_from, self._level = jvp_level(), len(transforms())
         before = active_monitors()
-        with undone(partial(setattr, _active, "count", before)), self, INSIDE:
+        with (
+            undone(partial(setattr, _active, "count", before)),
+            scripted_functions_interpreted(),
+            self,
+            INSIDE,
+        ):
             _active.count = before + 1
             yield
 
