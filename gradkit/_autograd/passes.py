@@ -28,6 +28,7 @@ from gradkit._checks.checked import is_checked, step_monitor
 from gradkit._checks.circumstances import (
     CREATES_GRAPH,
     GUARDED,
+    HOOKS,
     OBSERVED,
     RECORDED,
     RETAINED,
@@ -68,6 +69,7 @@ from gradkit._core.pytree import LEAF, PyTree, Structure
 from gradkit._core.results_without_graph import with_zero_derivatives
 from gradkit._core.user_code import functions_alive, hooks_registered, user_code_may_run
 from gradkit._state.grad_attribute import grads_put_back
+from gradkit._state.hook_tables import hooks_kept, same_hooks_in_each_pass
 from gradkit._torch_bugs.node_formulas import differentiated_by_formula
 
 _version, _requires_grad = attrgetter("_version"), attrgetter("requires_grad")
@@ -414,6 +416,9 @@ def run_in_turn(
     # `differentiate` runs one: from a loss, for variables, retaining the graph or not. What it
     # gives may share memory if `together` is not 0: the number of passes after which that of all
     # of them is looked at, and what they may share lives until then.
+    if (call.around or 0) & HOOKS and not hooks_kept():
+        with same_hooks_in_each_pass():
+            return run_in_turn(call, differentiate, retain, together)
     plans = None
     if not retain and len(call.passes) > 1:
         plans = plan_release(call, [edge.node for _, edge in observed_tensors()])
