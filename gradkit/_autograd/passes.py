@@ -37,6 +37,7 @@ from gradkit._checks.circumstances import (
 )
 from gradkit._checks.eager_graph import check_call, refuse_donated
 from gradkit._checks.higher_derivatives import refuse_undifferentiable
+from gradkit._checks.hooks_in_passes import any_changed_gradients, watched_pass
 from gradkit._checks.modified_tensors import (
     functions_below,
     grad_versions,
@@ -49,7 +50,7 @@ from gradkit._checks.reachability import refuse_unreached
 from gradkit._compat.autograd import as_batch, batched_mode, from_batch, without_function_modes
 from gradkit._compat.distributed import replicated
 from gradkit._compat.nodes import names_by_kind
-from gradkit._compat.transforms import detach_keep_tangent, in_dual_level, unbatched
+from gradkit._compat.transforms import detach_keep_tangent, in_dual_level, transforms, unbatched
 from gradkit._compat.undoing import INSIDE, undo_stack
 from gradkit._core import pytree
 from gradkit._core.call import (
@@ -90,7 +91,15 @@ class InnerPass:
     ) -> list[Tensor | None]:
         """Return the gradient of the roots by each variable."""
         options = {"create_graph": create_graph, "retain_graph": retain_graph or create_graph}
-        run = partial(engine.inner_grads, roots, self.variables, self.cotangents or None, **options)
+
+        def run(edges: Sequence[Any] = ()) -> list[Tensor | None]:
+            inputs = [*self.variables, *edges]
+            return engine.inner_grads(roots, inputs, self.cotangents or None, **options)
+
+        if hooks_registered() and (create_graph or any_changed_gradients()) and not transforms():
+            where, variables = (lambda: self.where), self.variables
+            watched = partial(watched_pass, run, where, self.below, variables)
+            return self.guarded(partial(watched, create_graph=create_graph), create_graph=create_graph)
         return self.guarded(run, create_graph=create_graph)
 
     def guarded(
