@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 from weakref import WeakSet
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from gradkit._compat.autograd import sequence_number, tensor_hooks
-from gradkit._compat.undoing import undo_stack, undone
+from gradkit._compat.undoing import undo_stack
 from gradkit._core.graph import Subgraph, edge, is_leaf_node, metadata, nodes_below
-from gradkit._core.user_code import register_own_hooks, remove_hooks
+from gradkit._core.user_code import hooks_of, register_own_hooks, remove_hooks
 from gradkit._torch_bugs.missing import DIFFERENTIABLE
 from gradkit.errors import UnsupportedGraphError, message
 
@@ -107,25 +107,25 @@ def _changes(
     changes: list[_Change] = []
     pairs: list[tuple[Node | None, list[Any], list[Any]]] = []
     with undo_stack() as stack:
-        before = [partial(node.register_prehook, arrived[node].append) for node in nodes]
-        stack.callback(remove_hooks, register_own_hooks(*before))
+        hooks = [partial(node.register_prehook, arrived[node].append) for node in nodes]
         last: dict[Node, list[Any]] = {node: [] for node in nodes}
-        after = [partial(node.register_hook, partial(_note, last[node])) for node in nodes]
-        handles = register_own_hooks(*after)
+        hooks += [partial(node.register_hook, partial(_note, last[node])) for node in nodes]
+        handles = register_own_hooks(*hooks)
         stack.callback(remove_hooks, handles)
-        tables = [cast("dict[object, Any]", handle.hooks_dict_ref()) for handle in handles]
-        for node, table in zip(nodes, tables, strict=True):
-            if len(table) > 1:
-                pairs.append((node, first := [], last[node]))
-                stack.enter_context(_first_in(table, partial(_note, first)))
-        remove_hooks(h for h, table in zip(handles, tables, strict=True) if len(table) == 1)
+        for handle in handles[: len(arrived)]:
+            _put_before_own(handle.hooks_dict_ref(), handle.id)
+        for node, handle in zip(nodes, handles[len(arrived) :], strict=True):
+            first: list[Any] = []
+            if _put_before_own(handle.hooks_dict_ref(), handle.id, partial(_note, first), stack):
+                pairs.append((node, first, last[node]))
+            else:
+                handle.remove()
         for variable in filter(tensor_hooks, variables):
-            table = cast("dict[object, Any]", tensor_hooks(variable))
-            pairs.append((variable.grad_fn, first := [], end := []))
-            stack.enter_context(_first_in(table, partial(_note_one, first)))
-            key = object()
+            first, end, key, table = [], [], object(), hooks_of(variable)
             stack.callback(table.pop, key, None)
             table[key] = partial(_note_one, end)
+            if _put_before_own(table, key, partial(_note_one, first), stack):
+                pairs.append((variable.grad_fn, first, end))
         yield arrived, changes
     for node, ins, outs in pairs:
         if len(ins) == len(outs) == 1:
@@ -140,14 +140,28 @@ def _note_one(arrived: list[Any], grad: Any) -> None:
     arrived.append((grad,))
 
 
-@contextmanager
-def _first_in(table: dict[object, Any], hook: Callable[..., None]) -> Iterator[None]:
-    """Let a hook run before the others of a table, which the engine calls as they were inserted."""
-    key, others = object(), dict(table)
-    with undone(partial(table.pop, key, None)):
+def _put_before_own(
+    table: Any, key: object, first: Callable[..., None] | None = None, stack: Any = None
+) -> bool:
+    """Let a hook run after those of users, before others of gradkit's; return if there are such."""
+    # `first` is to run before all. The engine calls them in the order of insertion.
+    others = {each: hook for each, hook in table.items() if each != key}
+    own = {each: hook for each, hook in others.items() if _is_own(hook)}
+    users = {each: hook for each, hook in others.items() if each not in own}
+    if own or (users and first):
+        hook, begin = table[key], object()
         table.clear()
-        table.update({key: hook, **others})
-        yield
+        if first and users:
+            stack.callback(table.pop, begin, None)
+            table[begin] = first
+        table.update({**users, key: hook, **own})
+    return bool(users)
+
+
+def _is_own(hook: Any) -> bool:
+    while isinstance(hook, partial):
+        hook = hook.func
+    return str(getattr(hook, "__module__", None)).startswith("gradkit.")
 
 
 def _mark(
