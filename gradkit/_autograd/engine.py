@@ -17,11 +17,7 @@ from torch.func import vmap
 from gradkit._checks.circumstances import HOOKS, SUBCLASSES, around
 from gradkit._checks.eager_graph import DONATED, freed_message, losses_freed
 from gradkit._checks.higher_derivatives import refuse_undifferentiable
-from gradkit._checks.hooks_in_passes import (
-    any_changed_gradients,
-    refuse_second_order,
-    watched_pass,
-)
+from gradkit._checks.hooks_in_passes import any_changed_gradients, refuse_second_order, watched_pass
 from gradkit._checks.modified_tensors import modified_message
 from gradkit._checks.recomputations import refuse_checkpoint_error
 from gradkit._compat.autograd import current_pass, function_mode_enabled, run_engine

@@ -99,7 +99,9 @@ class InnerPass:
         if hooks_registered() and (create_graph or any_changed_gradients()) and not transforms():
             where, variables = (lambda: self.where), self.variables
             watched = partial(watched_pass, run, where, self.below, variables)
-            return self.guarded(partial(watched, create_graph=create_graph), create_graph=create_graph)
+            return self.guarded(
+                partial(watched, create_graph=create_graph), create_graph=create_graph
+            )
         return self.guarded(run, create_graph=create_graph)
 
     def guarded(

@@ -32,7 +32,10 @@ class _Mark:
 
 
 _marks: WeakSet[_Mark] = WeakSet()  # of the gradients that are alive
-_HOOKED, _MADE = "gradkit: a hook has changed what arrived", "gradkit: a gradient that hooks changed"
+_HOOKED, _MADE = (
+    "gradkit: a hook has changed what arrived",
+    "gradkit: a gradient that hooks changed",
+)
 
 
 def any_changed_gradients() -> bool:
@@ -82,20 +85,15 @@ def watched_pass(
     with _changes(watched, variables if create_graph else []) as (arrived, changes):
         grads = run(edges)
     count = len(grads) - len(edges)
-    for (node, number), before in zip(pairs_of(edges), grads[count:], strict=True):
-        if len(arrived[node]) == 1:  # more are of other threads, or of passes inside hooks
-            changes.append((node, before, arrived[node][0][number]))
+    for to, before in zip(edges, grads[count:], strict=True):
+        if len(arrived[to.node]) == 1:  # more are of other threads, or of passes inside hooks
+            changes.append((to.node, before, arrived[to.node][0][to.output_nr]))
     changes = [change for change in changes if change[1] is not None and change[1] is not change[2]]
     if not again.isdisjoint(node for node, _, _ in changes):
         raise UnsupportedGraphError(message(where(), *_SECOND))
     if create_graph and changes:
         _mark(where, changes, grads[:count], executed)
     return grads[:count]
-
-
-def pairs_of(edges: Iterable[GradientEdge]) -> Iterator[tuple[Node, int]]:
-    """Yield the node of each edge, and the number of its output."""
-    return ((each.node, each.output_nr) for each in edges)
 
 
 @contextmanager
