@@ -53,9 +53,11 @@ def run_grad(
     bits = around(call) if call.around is None else call.around
     if bits & HOOKS and not (watched or is_grads_batched or recomputed_tensor_sources):
         if call.create_graph or any_changed_gradients():
-            again = partial(run_grad, call, outputs, retain_graph=retain_graph, watched=True)
+            again = partial(run_grad, call, outputs, seeds=seeds, watched=True)
             return watched_pass(
-                lambda edges: again([*inputs, *edges], seeds),
+                lambda edges, keep: again(
+                    inputs=[*inputs, *edges], retain_graph=retain_graph or keep
+                ),
                 call.losses.first_paths,
                 Subgraph(outputs, ends=call.graph.ends),
                 [x for x in inputs if isinstance(x, Tensor)],

@@ -92,8 +92,9 @@ class InnerPass:
         """Return the gradient of the roots by each variable."""
         options = {"create_graph": create_graph, "retain_graph": retain_graph or create_graph}
 
-        def run(edges: Sequence[Any] = ()) -> list[Tensor | None]:
+        def run(edges: Sequence[Any] = (), keep: bool = False) -> list[Tensor | None]:
             inputs = [*self.variables, *edges]
+            options["retain_graph"] |= keep
             return engine.inner_grads(roots, inputs, self.cotangents or None, **options)
 
         if hooks_registered() and (create_graph or any_changed_gradients()) and not transforms():

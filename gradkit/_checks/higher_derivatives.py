@@ -43,7 +43,12 @@ KINDS = frozenset(READERS)
 # function was computed from where that is not saved, and is left out then.
 # What draws after it has saved is looked at, too, which hooks of saved tensors may have spoiled.
 _REFUSED = {kind.removesuffix(IN_EVAL_MODE) for kind in WRONG_ORDER} | missing.WITHOUT_SECOND.keys()
-_REFUSED |= {COMPILED, SCRIPTED, *NODE_FORMULAS, *(kind.__name__ for kind in KINDS | DRAW_AFTER_SAVING)}
+_REFUSED |= {
+    COMPILED,
+    SCRIPTED,
+    *NODE_FORMULAS,
+    *(kind.__name__ for kind in KINDS | DRAW_AFTER_SAVING),
+}
 _DTENSORS_ARE_WRONG = not is_mended("DTensor")
 
 

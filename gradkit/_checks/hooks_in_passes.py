@@ -66,7 +66,7 @@ def _hooked_again(executed: Iterable[Node]) -> set[Node]:
 
 
 def watched_pass(
-    run: Callable[[list[GradientEdge]], _Grads],
+    run: Callable[[list[GradientEdge], bool], _Grads],
     where: Callable[[], str],
     below: Subgraph,
     variables: Sequence[Tensor],
@@ -75,7 +75,8 @@ def watched_pass(
     create_graph: bool,
 ) -> _Grads:
     """Return the gradients of a pass; raise if a derivative of them, or they, would be wrong."""
-    # `run` gets edges at which the engine is to capture, too: it does so before the hooks there.
+    # `run` gets edges at which the engine is to capture, too: it does so before the hooks there;
+    # and whether to keep the graph, which is for the mended call.
     executed = below.leading_to(variables, extra)
     again = _hooked_again(executed)
     watched = executed if create_graph else again
@@ -83,7 +84,7 @@ def watched_pass(
     pairs = pairs.union(*(node.next_functions for node in executed)) if watched else set()
     edges = [GradientEdge(*pair) for pair in pairs if pair[0] in watched]
     with _changes(watched, variables if create_graph else []) as (arrived, changes):
-        grads = run(edges)
+        grads = run(edges, bool(again))
     count = len(grads) - len(edges)
     for to, before in zip(edges, grads[count:], strict=True):
         if len(arrived[to.node]) == 1:  # more are of other threads, or of passes inside hooks
