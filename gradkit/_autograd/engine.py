@@ -51,19 +51,17 @@ def run_grad(
     """Return the gradients of a weighted sum of outputs with respect to tensors or graph edges."""
     options = retain_graph, call.create_graph
     bits = around(call) if call.around is None else call.around
-    if bits & HOOKS and not (watched or is_grads_batched or recomputed_tensor_sources):
-        if call.create_graph or any_changed_gradients():
-            again = partial(run_grad, call, outputs, seeds=seeds, watched=True)
-            return watched_pass(
-                lambda edges, keep: again(
-                    inputs=[*inputs, *edges], retain_graph=retain_graph or keep
-                ),
-                call.losses.first_paths,
-                Subgraph(outputs, ends=call.graph.ends),
-                [x for x in inputs if isinstance(x, Tensor)],
-                [x.node for x in inputs if not isinstance(x, Tensor)],
-                create_graph=call.create_graph,
-            )
+    is_first = bits & HOOKS and not (watched or is_grads_batched or recomputed_tensor_sources)
+    if is_first and (call.create_graph or any_changed_gradients()):
+        again = partial(run_grad, call, outputs, seeds=seeds, watched=True)
+        return watched_pass(
+            lambda edges, keep: again(inputs=[*inputs, *edges], retain_graph=retain_graph or keep),
+            call.losses.first_paths,
+            Subgraph(outputs, ends=call.graph.ends),
+            [x for x in inputs if isinstance(x, Tensor)],
+            [x.node for x in inputs if not isinstance(x, Tensor)],
+            create_graph=call.create_graph,
+        )
     by_engine = not (bits & SUBCLASSES or is_grads_batched or function_mode_enabled())
     grads: Sequence[Tensor | None]
     try:

@@ -112,7 +112,7 @@ def refuse_wrong_derivative(
         return
     leading = below.leading_to(variables)
     _refuse_values(where, leading, create_graph=True)
-    # The engine differentiates such a node right; inside of a transform, its gradient is a constant.
+    # The engine differentiates such a node right; in a transform, its gradient is a constant.
     in_transform = any(map(transforms.is_transform_tensor, below.roots))
     if in_transform and any(map(is_scripted, leading)):
         raise UnsupportedGraphError(message(where(), *_SCRIPTED))

@@ -1,7 +1,7 @@
 """Hooks that a pass removes or registers: each pass of a call finds those that the call found.
 
-A call that differentiates a loss in several passes would run a hook that removes itself in the first
-alone, or in the batched one, if that is given up. Short: it is about two methods of torch's.
+A call that differentiates a loss in several passes would run a hook that removes itself in the
+first alone, or in the batched one, if that is given up. Short: it is about two methods of torch's.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def leaf(device: torch.device, *values: float) -> Tensor:
 
 
 def rows_with_hook(w: Tensor, place: str) -> Tensor:
-    """Return losses `[w0 * 2, w1 * 6]`, of which a hook that removes itself makes ten times that."""
+    """Return losses `[w0 * 2, w1 * 6]`, whose gradients a hook that removes itself makes tenfold."""
     handles: list[RemovableHandle] = []
 
     def once(grad: Tensor) -> Tensor:
@@ -118,7 +118,8 @@ def test_hooks_are_left_as_one_pass_leaves_them(device: torch.device) -> None:
     gradkit.per_loss_grads(y, w, retain_graph=True)
     assert seen == ["first", "last"] * 2
     after = y._backward_hooks or {}
-    assert handle.id not in after and len(after) == len(before)
+    assert handle.id not in after
+    assert len(after) == len(before)
     assert RemovableHandle.remove is method
     seen.clear()
     gradkit.value_and_grads(y.sum(), w)
@@ -268,7 +269,8 @@ def test_a_hook_that_cuts_the_graph(
     loss = (y * y).sum()
     with cut:
         INNER[inner](loss, w)
-    assert w.grad is None and gradkit.value_and_grads(loss, w)[1] is not None
+    assert w.grad is None
+    assert gradkit.value_and_grads(loss, w)[1] is not None
 
 
 HARMLESS: dict[str, Hook] = {
@@ -298,10 +300,11 @@ def test_the_derivative_is_the_transform_s_or_refused(
     grad, expected = gradkit.func.hvp(loss, w.detach(), one)
     _, ours = gradkit.value_and_grads(loss(w, place), w, create_graph=True)
     torch.testing.assert_close(ours.detach(), grad)
+    refused = ""
     try:
         _, again = gradkit.value_and_grads(ours.sum(), w)
     except gradkit.UnsupportedGraphError as error:
-        assert "would change again" in str(error)
-        assert hook not in ("none", "same")
+        refused = str(error)
     else:
         torch.testing.assert_close(again, expected)
+    assert not refused or ("would change again" in refused and hook not in ("none", "same"))

@@ -101,12 +101,13 @@ def test_what_torch_has_compiled_before_is_right_or_refused(
                     ours = run()
             else:
                 ours = run()
-        except gradkit.UnsupportedGraphError as error:
-            assert "torch.jit" in str(error)
-        except gradkit.DetachedLossError:  # the gradient, a constant, is all that the loss is of
-            assert call == "eager code around"
+        except (gradkit.UnsupportedGraphError, gradkit.DetachedLossError) as error:
+            refused = str(error)
         else:
+            refused = ""
             torch.testing.assert_close(ours.detach(), second_derivative(x))
+        # By eager code, a loss is refused as a constant if the gradient is all that it is of.
+        assert not refused or "torch.jit" in refused or call == "eager code around"
 
 
 @pytest.mark.parametrize("kind", MAKE)
@@ -117,7 +118,7 @@ def test_the_mended_call(device: torch.device, kind: str) -> None:
     for _ in range(4):
         _, grad = gradkit.value_and_grads(made(x).sum(), x, create_graph=True)
         torch.testing.assert_close(gradkit.value_and_grads(grad.sum(), x)[1], second_derivative(x))
-        value, first = func.value_and_grads(lambda x: made(x).sum())(x.detach())
+        _, first = func.value_and_grads(lambda x: made(x).sum())(x.detach())
         torch.testing.assert_close(first, grad.detach())
 
 
