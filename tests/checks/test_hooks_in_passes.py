@@ -62,7 +62,7 @@ def leaf(device: torch.device, *values: float) -> Tensor:
 
 
 def rows_with_hook(w: Tensor, place: str) -> Tensor:
-    """Return losses `[w0 * 2, w1 * 6]`, whose gradients a hook that removes itself makes tenfold."""
+    """Return losses `[w0 * 2, w1 * 6]`, of whose gradients a hook makes tenfold, once."""
     handles: list[RemovableHandle] = []
 
     def once(grad: Tensor) -> Tensor:
