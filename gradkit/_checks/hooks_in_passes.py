@@ -80,7 +80,7 @@ def watched_pass(
     executed = below.leading_to(variables, extra)
     again = _hooked_again(executed)
     watched = executed if create_graph else again
-    pairs = {edge(root)[:2] for root in below.roots}
+    pairs: set[Any] = {edge(root)[:2] for root in below.roots}
     pairs = pairs.union(*(node.next_functions for node in executed)) if watched else set()
     edges = [GradientEdge(*pair) for pair in pairs if pair[0] in watched]
     with _changes(watched, variables if create_graph else []) as (arrived, changes):
@@ -120,15 +120,16 @@ def _changes(
             else:
                 handle.remove()
         for variable in filter(tensor_hooks, variables):
-            first, end, key, table = [], [], object(), hooks_of(variable)
+            end: list[Any] = []
+            first, key, table = [], object(), hooks_of(variable)
             stack.callback(table.pop, key, None)
             table[key] = partial(_note_one, end)
             if _put_before_own(table, key, partial(_note_one, first), stack):
                 pairs.append((variable.grad_fn, first, end))
         yield arrived, changes
-    for node, ins, outs in pairs:
+    for at, ins, outs in pairs:
         if len(ins) == len(outs) == 1:
-            changes += [(node, *two) for two in zip(ins[0], outs[0], strict=True)]
+            changes += [(at, *two) for two in zip(ins[0], outs[0], strict=True)]
 
 
 def _note(arrived: list[Any], grads: Any, _: Any) -> None:

@@ -92,11 +92,11 @@ def same_hooks_in_each_pass() -> Iterator[None]:
         with _lock:
             _of_threads.pop(thread, None)
             if not _of_threads:
-                RemovableHandle.__init__, RemovableHandle.remove = _init, _remove  # type: ignore[method-assign]
+                RemovableHandle.__init__, RemovableHandle.remove = _init, _remove  # type: ignore[method-assign, assignment]
 
     with undone(end):
         with _lock:
             _of_threads[thread] = tables
-            RemovableHandle.__init__, RemovableHandle.remove = _noted_init, _noted_remove  # type: ignore[method-assign]
+            RemovableHandle.__init__, RemovableHandle.remove = _noted_init, _noted_remove  # type: ignore[method-assign, assignment]
         yield
     tables.change_as_one_pass()

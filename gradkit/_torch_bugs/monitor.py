@@ -25,6 +25,7 @@ from gradkit._compat.transforms import (
     autograd_grad,
     carries_graph,
     carries_tangent,
+    compiles_scripted,
     differentiated,
     differentiated_around,
     forward_mode_on,
@@ -32,7 +33,7 @@ from gradkit._compat.transforms import (
     layers,
     level_of,
     recording_levels,
-    scripted_functions_interpreted,
+    set_compiles_scripted,
     transforms,
     without_innermost_tangent,
 )
@@ -123,11 +124,12 @@ class OpMonitor(TorchFunctionMode):
         before = active_monitors()
         with (
             undone(partial(setattr, _active, "count", before)),
-            scripted_functions_interpreted(),
+            undone(partial(set_compiles_scripted, compiles_scripted())),
             self,
             INSIDE,
         ):
             _active.count = before + 1
+            set_compiles_scripted(False)
             yield
 
     @leave_uncompiled
