@@ -46,12 +46,28 @@ def hooks_refused() -> Iterator[None]:
     guard = _HookGuard()
     with undo_stack() as stack:
         stack.enter_context(guard)
+        if sys.getprofile() is None:  # else a profiler of the user's would miss what runs here
+            stack.callback(sys.setprofile, None)
+            sys.setprofile(_refuse_entry)
         yield
     if guard.has_met:
         raise HookInBatchError(_HOOK)
 
 
 _HOOK = "a hook computes with the gradient, which in a batched pass is a batch of them"
+
+
+def _refuse_entry(frame: FrameType, event: str, _: object) -> None:
+    """Raise before the first line of a hook that a pass of this thread calls with a batch."""
+    # It may count its calls, or remove itself, before it computes. In the threads of devices, and
+    # below a profiler, the guard alone refuses it.
+    caller = frame.f_back
+    if event != "call" or caller is None or caller.f_code.co_name not in _ENGINE:
+        return
+    if not str(frame.f_globals.get("__name__")).startswith("gradkit."):
+        given = [frame.f_locals.get(name) for name in frame.f_code.co_varnames]
+        if any(map(is_batch, pytree.tensors(given))):
+            raise HookInBatchError(_HOOK)
 
 
 class _HookGuard(TorchFunctionMode):

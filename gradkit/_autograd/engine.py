@@ -7,16 +7,17 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.func import vmap
 
-from gradkit._checks.circumstances import SUBCLASSES, around
+from gradkit._checks.circumstances import HOOKS, SUBCLASSES, around
 from gradkit._checks.eager_graph import DONATED, freed_message, losses_freed
 from gradkit._checks.higher_derivatives import refuse_undifferentiable
+from gradkit._checks.hooks_in_passes import any_changed_gradients, refuse_second_order, watched_pass
 from gradkit._checks.modified_tensors import modified_message
 from gradkit._checks.recomputations import refuse_checkpoint_error
 from gradkit._compat.autograd import current_pass, function_mode_enabled, run_engine
@@ -27,6 +28,7 @@ from gradkit._compat.undoing import INSIDE, undo_stack
 from gradkit._core import user_code
 from gradkit._core.call import Call
 from gradkit._core.grad_recorder import any_observers, hidden_passes, observed_tensors, observers
+from gradkit._core.graph import Subgraph
 from gradkit._core.known_results import merged
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._state.grad_attribute import grads_put_back, set_grads
@@ -44,10 +46,22 @@ def run_grad(
     *,
     retain_graph: bool,
     is_grads_batched: bool = False,
+    watched: bool = False,
 ) -> list[Tensor | None]:
     """Return the gradients of a weighted sum of outputs with respect to tensors or graph edges."""
     options = retain_graph, call.create_graph
     bits = around(call) if call.around is None else call.around
+    is_first = bits & HOOKS and not (watched or is_grads_batched or recomputed_tensor_sources)
+    if is_first and (call.create_graph or any_changed_gradients()):
+        again = partial(run_grad, call, outputs, seeds=seeds, watched=True)
+        return watched_pass(
+            lambda edges, keep: again(inputs=[*inputs, *edges], retain_graph=retain_graph or keep),
+            call.losses.first_paths,
+            Subgraph(outputs, ends=call.graph.ends),
+            [x for x in inputs if isinstance(x, Tensor)],
+            [x.node for x in inputs if not isinstance(x, Tensor)],
+            create_graph=call.create_graph,
+        )
     by_engine = not (bits & SUBCLASSES or is_grads_batched or function_mode_enabled())
     grads: Sequence[Tensor | None]
     try:
@@ -115,6 +129,11 @@ def run_backward(
     retain_graph: bool,
 ) -> None:
     """Accumulate the gradient of a weighted sum of outputs into `.grad` of some, or all, leaves."""
+    if any_changed_gradients():
+        below = call.whole
+        refuse_second_order(
+            call.losses.first_paths, below.leading_to(variables) if variables else below.nodes
+        )
     by_formula = call.create_graph and holds_formulas(call.whole)
     restoring = by_formula or (call.create_graph and call.functions.users)
     formulas = differentiated_by_formula(call.whole) if by_formula else INSIDE

@@ -28,6 +28,7 @@ from gradkit._checks.checked import is_checked, step_monitor
 from gradkit._checks.circumstances import (
     CREATES_GRAPH,
     GUARDED,
+    HOOKS,
     OBSERVED,
     RECORDED,
     RETAINED,
@@ -36,6 +37,7 @@ from gradkit._checks.circumstances import (
 )
 from gradkit._checks.eager_graph import check_call, refuse_donated
 from gradkit._checks.higher_derivatives import refuse_undifferentiable
+from gradkit._checks.hooks_in_passes import any_changed_gradients, watched_pass
 from gradkit._checks.modified_tensors import (
     functions_below,
     grad_versions,
@@ -48,7 +50,7 @@ from gradkit._checks.reachability import refuse_unreached
 from gradkit._compat.autograd import as_batch, batched_mode, from_batch, without_function_modes
 from gradkit._compat.distributed import replicated
 from gradkit._compat.nodes import names_by_kind
-from gradkit._compat.transforms import detach_keep_tangent, in_dual_level, unbatched
+from gradkit._compat.transforms import detach_keep_tangent, in_dual_level, transforms, unbatched
 from gradkit._compat.undoing import INSIDE, undo_stack
 from gradkit._core import pytree
 from gradkit._core.call import (
@@ -68,6 +70,7 @@ from gradkit._core.pytree import LEAF, PyTree, Structure
 from gradkit._core.results_without_graph import with_zero_derivatives
 from gradkit._core.user_code import functions_alive, hooks_registered, user_code_may_run
 from gradkit._state.grad_attribute import grads_put_back
+from gradkit._state.hook_tables import hooks_kept, same_hooks_in_each_pass
 from gradkit._torch_bugs.node_formulas import differentiated_by_formula
 
 _version, _requires_grad = attrgetter("_version"), attrgetter("requires_grad")
@@ -88,7 +91,18 @@ class InnerPass:
     ) -> list[Tensor | None]:
         """Return the gradient of the roots by each variable."""
         options = {"create_graph": create_graph, "retain_graph": retain_graph or create_graph}
-        run = partial(engine.inner_grads, roots, self.variables, self.cotangents or None, **options)
+
+        def run(edges: Sequence[Any] = (), keep: bool = False) -> list[Tensor | None]:
+            inputs = [*self.variables, *edges]
+            options["retain_graph"] |= keep
+            return engine.inner_grads(roots, inputs, self.cotangents or None, **options)
+
+        if hooks_registered() and (create_graph or any_changed_gradients()) and not transforms():
+            where, variables = (lambda: self.where), self.variables
+            watched = partial(watched_pass, run, where, self.below, variables)
+            return self.guarded(
+                partial(watched, create_graph=create_graph), create_graph=create_graph
+            )
         return self.guarded(run, create_graph=create_graph)
 
     def guarded(
@@ -414,6 +428,9 @@ def run_in_turn(
     # `differentiate` runs one: from a loss, for variables, retaining the graph or not. What it
     # gives may share memory if `together` is not 0: the number of passes after which that of all
     # of them is looked at, and what they may share lives until then.
+    if (call.around or 0) & HOOKS and not hooks_kept():
+        with same_hooks_in_each_pass():
+            return run_in_turn(call, differentiate, retain, together)
     plans = None
     if not retain and len(call.passes) > 1:
         plans = plan_release(call, [edge.node for _, edge in observed_tensors()])

@@ -18,7 +18,14 @@ from gradkit._compat import transforms
 from gradkit._compat.autograd import current_pass, forward_class, sequence_number
 from gradkit._compat.distributed import is_dtensor
 from gradkit._compat.dynamo import COMPILED
-from gradkit._compat.nodes import DRAW_AFTER_SAVING, IN_EVAL_MODE, hooked_tensors, kind_of_node
+from gradkit._compat.nodes import (
+    DRAW_AFTER_SAVING,
+    IN_EVAL_MODE,
+    SCRIPTED,
+    hooked_tensors,
+    is_scripted,
+    kind_of_node,
+)
 from gradkit._compat.undoing import undone
 from gradkit._compat.versions import is_mended
 from gradkit._core.call import Call
@@ -36,7 +43,12 @@ KINDS = frozenset(READERS)
 # function was computed from where that is not saved, and is left out then.
 # What draws after it has saved is looked at, too, which hooks of saved tensors may have spoiled.
 _REFUSED = {kind.removesuffix(IN_EVAL_MODE) for kind in WRONG_ORDER} | missing.WITHOUT_SECOND.keys()
-_REFUSED |= {COMPILED, *NODE_FORMULAS, *(kind.__name__ for kind in KINDS | DRAW_AFTER_SAVING)}
+_REFUSED |= {
+    COMPILED,
+    SCRIPTED,
+    *NODE_FORMULAS,
+    *(kind.__name__ for kind in KINDS | DRAW_AFTER_SAVING),
+}
 _DTENSORS_ARE_WRONG = not is_mended("DTensor")
 
 
@@ -100,6 +112,10 @@ def refuse_wrong_derivative(
         return
     leading = below.leading_to(variables)
     _refuse_values(where, leading, create_graph=True)
+    # The engine differentiates such a node right; in a transform, its gradient is a constant.
+    in_transform = any(map(transforms.is_transform_tensor, below.roots))
+    if in_transform and any(map(is_scripted, leading)):
+        raise UnsupportedGraphError(message(where(), *_SCRIPTED))
     nodes = {
         kind_of_node(node): type(node)
         for node in leading
@@ -133,6 +149,15 @@ def _reason(name: str) -> missing.Reason | None:
     fix = "leave out create_graph=True, or an unroll inside of another, in the last call; or use "
     fix += "group_norm or rms_norm, or write the norm out"
     return f"{missing.DIFFERENTIABLE} again", f"{got} gets silently wrong", fix
+
+
+_SCRIPTED = (
+    missing.DIFFERENTIABLE,
+    "one of torch.jit.script or torch.jit.trace, compiled by an earlier call outside of "
+    "gradkit.func: torch.func takes its gradient for a constant",
+    "the eager calls, gradkit.value_and_grads(losses, params, create_graph=True); the function "
+    "that is not scripted; or PYTORCH_JIT=0 in the environment, where a library scripts it",
+)
 
 
 def _is_once_differentiable(kind: Any) -> bool:

@@ -77,6 +77,15 @@ def kind_of_node(node: Any) -> str:
     return type(node).__name__ if training else f"{type(node).__name__}{IN_EVAL_MODE}"
 
 
+# The name of the type of nodes that extensions of torch define; torch.jit is one.
+SCRIPTED = "CppFunction"
+
+
+def is_scripted(node: Node) -> bool:
+    """Return whether a node is what torch.jit has compiled of several. Run on torch 2.13."""
+    return type(node).__name__ == SCRIPTED and node.name().endswith(":DifferentiableGraphBackward")
+
+
 def any_sparse_gradients(nodes: Iterable[Node]) -> bool:
     """Return whether one of the nodes makes a sparse gradient, as an embedding may."""
     return any(getattr(node, "_saved_sparse", False) is True for node in nodes)

@@ -59,6 +59,10 @@ default_hooks: Callable[[], tuple[Any, Any] | None] = partial(
     torch._C._autograd._top_saved_tensors_default_hooks, False
 )
 _NO_HOOKS = "torch.func's grad and vjp do not support saved tensor hooks"
+# Whether this thread compiles scripted functions, as from their second call on: into a node whose
+# derivative transforms do not see. One that was compiled before stays so. Run on torch 2.13.
+compiles_scripted: Callable[[], bool] = torch._C._get_graph_executor_optimize
+set_compiles_scripted: Callable[[bool], None] = torch._C._set_graph_executor_optimize
 COMPILED_AUTOGRAD = "torch._dynamo.compiled_autograd"
 
 

@@ -26,6 +26,7 @@ from gradkit._compat.transforms import (
     autograd_grad,
     carries_graph,
     carries_tangent,
+    compiles_scripted,
     differentiated,
     differentiated_around,
     forward_mode_on,
@@ -34,6 +35,7 @@ from gradkit._compat.transforms import (
     level_of,
     recording_levels,
     tangent_version,
+    set_compiles_scripted,
     transforms,
     varies,
     without_innermost_tangent,
@@ -123,8 +125,14 @@ class OpMonitor(TorchFunctionMode):
         if torch.is_grad_enabled():
             self._tangents_from, self._level = jvp_level(), len(transforms())
         before = active_monitors()
-        with undone(partial(setattr, _active, "count", before)), self, INSIDE:
+        with (
+            undone(partial(setattr, _active, "count", before)),
+            undone(partial(set_compiles_scripted, compiles_scripted())),
+            self,
+            INSIDE,
+        ):
             _active.count = before + 1
+            set_compiles_scripted(False)
             yield
 
     @leave_uncompiled

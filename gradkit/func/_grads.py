@@ -16,6 +16,7 @@ from gradkit._core.call import STRATEGIES, Losses, Strategy, Unused, check_chunk
 from gradkit._core.ownership import empty_for, leave_inference_mode
 from gradkit._core.params import Grads, Tensors
 from gradkit._core.pytree import PyTree, Structure
+from gradkit._state.hook_tables import hooks_kept, same_hooks_in_each_pass
 from gradkit.errors import StructureError, UnsupportedGraphError, describe, first_line, message
 from gradkit.func import _differentiate as levels
 from gradkit.func import _vmap_or_loop
@@ -153,6 +154,9 @@ def per_loss_grads(
         arguments = read_arguments(args, argnums, unused=unused)
 
         def run(losses: Losses, passes: LevelPasses) -> list[Grads]:
+            if passes.hooked and not hooks_kept():
+                with same_hooks_in_each_pass():
+                    return run(losses, passes)
             # Where there is nothing to batch nobody has asked for it, and no warning is due.
             asked = chunk_size is not None and any(loss.numel() != 1 for loss in losses.leaves)
             chosen = strategy or ("batched" if asked else "sequential")
