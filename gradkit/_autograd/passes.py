@@ -24,6 +24,7 @@ from gradkit._autograd.arrival_copies import (
 )
 from gradkit._autograd.release import plan_release, release
 from gradkit._autograd.sample_pass import Uses, run_samples, uses_by_loss
+from gradkit._autograd.side_effects import WrittenGrads, kept_put_back
 from gradkit._checks.checked import is_checked, step_monitor
 from gradkit._checks.circumstances import (
     CREATES_GRAPH,
@@ -37,8 +38,11 @@ from gradkit._checks.circumstances import (
 from gradkit._checks.eager_graph import check_call, refuse_donated
 from gradkit._checks.higher_derivatives import refuse_undifferentiable
 from gradkit._checks.modified_tensors import (
+    edges_above_hidden,
     functions_below,
     grad_versions,
+    leaves_of_functions,
+    nodes_of_functions,
     refuse_modified,
     refuse_pre_hooks,
     variables_to_copy,
@@ -50,7 +54,7 @@ from gradkit._compat.distributed import replicated
 from gradkit._compat.nodes import names_by_kind
 from gradkit._compat.transforms import detach_keep_tangent, in_dual_level, unbatched
 from gradkit._compat.undoing import INSIDE, undo_stack
-from gradkit._core import pytree
+from gradkit._core import pytree, user_code
 from gradkit._core.call import (
     Call,
     Grads,
@@ -104,12 +108,18 @@ class InnerPass:
             stack.enter_context(formulas)
             functions = functions_below(self.below) if functions_alive().users else []
             if create_graph and functions:
-                stack.enter_context(refuse_undifferentiable(lambda: self.where, self.below))
+                around = (lambda: self.where), self.below, self.variables
+                stack.enter_context(refuse_undifferentiable(*around))
+            written = WrittenGrads(user_code.leaves_of_functions(functions), ())
+            if functions:
+                stack.enter_context(kept_put_back(functions, lambda: self.where, retain=True))
+                stack.enter_context(written.from_clean_start(add=False))
             copied = variables_to_copy_inside(self.variables, functions)
             stack.enter_context(copied_on_arrival(copied))
             if is_checked():
                 stack.enter_context(without_shared_memory(self.below.nodes))
             grads = run()
+            written.refuse(lambda: self.where)
         arrived = [None if grad is None else unbatched(grad) for grad in grads]
         versions = grad_versions(self.variables, arrived, copied)
         if before:  # a gradient may be a cotangent itself
@@ -154,24 +164,57 @@ class PassRunner:
         # always share memory.
         call = self.call
         bits = around(call) if call.around is None else call.around
-        copied: list[Tensor] = []
-        versions: dict[int, int] = {}
-        if not bits & GUARDED:
-            grads = engine.run_grad(call, outputs, variables, seeds, retain_graph=retain)
-        else:
-            copied = self.look_for_hooks(variables)
+        if bits & GUARDED:
             args = outputs, seeds, variables
-            with engine.recording(call) if bits & RECORDED else INSIDE, INSIDE:
-                if copied or bits & (OBSERVED | RETAINED):
-                    grads, versions = self._captured_grads(*args, copied, retain=retain)
-                else:
-                    grads = engine.run_grad(call, outputs, variables, seeds, retain_graph=retain)
-        # The pass itself may have registered the first hook of the process.
-        if (bits & USER_CODE or hooks_registered()) and len(copied) < len(variables):
-            versions |= grad_versions(variables, grads, copied)
+            grads, versions = self._guarded_grads(*args, bits, retain=retain)
+        else:
+            grads = engine.run_grad(call, outputs, variables, seeds, retain_graph=retain)
+            # The pass itself may have registered the first hook of the process.
+            versions = grad_versions(variables, grads, ()) if hooks_registered() else {}
         if versions:
             self.refuse_modified(outputs, variables, versions)
         return grads if shared or call.create_graph else owned(grads, variables)
+
+    def _guarded_grads(
+        self,
+        outputs: Sequence[Tensor],
+        seeds: Sequence[Tensor | None],
+        variables: list[Tensor],
+        bits: int,
+        *,
+        retain: bool,
+    ) -> tuple[list[Tensor | None], dict[int, int]]:
+        """Run a pass among what user code may do; return the versions of gradients, too."""
+        call, copied = self.call, self.look_for_hooks(variables)
+        versions: dict[int, int] = {}
+        with self.side_effects(variables, retain=retain) as written, INSIDE:
+            with engine.recording(call) if bits & RECORDED else INSIDE, INSIDE:
+                if copied or written is not None or bits & (OBSERVED | RETAINED):
+                    args = outputs, seeds, variables, copied
+                    grads, versions = self._captured_grads(*args, written, retain=retain)
+                else:
+                    grads = engine.run_grad(call, outputs, variables, seeds, retain_graph=retain)
+            if (bits & USER_CODE or hooks_registered()) and len(copied) < len(variables):
+                versions |= grad_versions(variables, grads, copied)
+            if written is not None:
+                if call.create_graph:
+                    written.refuse(call.losses.first_paths, variables)
+                grads = written.added_to(grads, variables)
+        return grads, versions
+
+    @contextmanager
+    def side_effects(
+        self, variables: list[Tensor], *, retain: bool
+    ) -> Iterator[WrittenGrads | None]:
+        """Put back what Functions write beside returning gradients; yield their `.grad`."""
+        nodes = nodes_of_functions(self.call)
+        if not nodes:
+            yield None
+            return
+        written = WrittenGrads(leaves_of_functions(self.call), variables)
+        kept = kept_put_back(nodes, self.call.losses.first_paths, retain=retain)
+        with kept, written.from_clean_start(add=not self.call.create_graph):
+            yield written
 
     def look_for_hooks(self, variables: list[Tensor]) -> list[Tensor]:
         """Return the variables whose gradients are copied as they arrive; looked for once."""
@@ -197,6 +240,7 @@ class PassRunner:
         seeds: Sequence[Tensor | None],
         variables: list[Tensor],
         copied: list[Tensor],
+        written: WrittenGrads | None,
         *,
         retain: bool,
     ) -> tuple[list[Tensor | None], dict[int, int]]:
@@ -209,7 +253,9 @@ class PassRunner:
             finder = None if monitor is None else WriteFinder()
             capture = ArrivalCapture(variables, copied, stack, create_graph=create, finder=finder)
             roots = outputs
-            if capture.needs_number:
+            if written is not None:
+                written.own_pass = capture.own_pass
+            if capture.needs_number or (written is not None and written.summed):
                 roots = stack.enter_context(engine.own_roots(outputs, capture.own_pass.append))
             if finder is not None and around(self.call) & USER_CODE:
                 nodes = self.call.whole.nodes
@@ -228,8 +274,9 @@ class PassRunner:
         """Yield what a pass is for, observed tensors too; every `.grad` is put back afterwards."""
         extra = observed_tensors()
         retained = self.retained((*variables, *(tensor for tensor, _ in extra)))
+        above_hidden = edges_above_hidden(self.call, variables)
         with grads_put_back(list({id(t): t for t in retained}.values())):
-            yield [*variables, *(edge for _, edge in extra)]
+            yield [*variables, *(edge for _, edge in extra), *above_hidden]
 
     def retained(self, tensors: Iterable[Tensor] = ()) -> list[Tensor]:
         """Return those tensors, losses and weights whose `.grad` a pass writes [D4]."""
@@ -416,7 +463,9 @@ def run_in_turn(
     # of them is looked at, and what they may share lives until then.
     plans = None
     if not retain and len(call.passes) > 1:
-        plans = plan_release(call, [edge.node for _, edge in observed_tensors()])
+        hidden = edges_above_hidden(call, (v for _, _, v in call.variables()))
+        observed = (edge for _, edge in observed_tensors())
+        plans = plan_release(call, [edge.node for edge in (*observed, *hidden)])
     kept = [retain] * len(call.passes) if plans is None else [plan.retain for plan in plans]
     if retain or len(kept) > 1:  # for a single loss of several elements, the engine says so
         refuse_donated(call, kept)

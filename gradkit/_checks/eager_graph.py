@@ -14,6 +14,7 @@ from gradkit._checks.circumstances import (
     CONSTANT,
     CREATES_GRAPH,
     FUNCTIONS,
+    HOOKS,
     INCOMPLETE,
     MUST_REACH,
     NO_VARIABLES,
@@ -32,6 +33,7 @@ from gradkit._core import graph
 from gradkit._core.call import Call, Losses
 from gradkit._core.graph import Subgraph
 from gradkit._core.params import Params
+from gradkit._core.user_code import asks_for_backward
 from gradkit.errors import FreedGraphError, UnsupportedGraphError, message
 
 
@@ -81,6 +83,13 @@ def _refuse_special_points(call: Call) -> None:
         for child, _ in node.next_functions
     ):
         higher_derivatives.refuse_in_call(call)
+
+
+def _refuse_checkpoints(call: Call) -> None:
+    """Raise if a Function asks torch whether it runs under `.backward()`, as checkpoints do."""
+    for kind in set(map(type, nodes_of_functions(call))):
+        if asks_for_backward(kind):
+            raise UnsupportedGraphError(message(call.losses.first_paths(), *only_backward(kind)))
 
 
 def _refuse_gathered(call: Call) -> None:
@@ -154,6 +163,15 @@ def losses_freed(losses: Losses) -> Sequence[int]:
     return freed or range(len(graphs))
 
 
+def only_backward(kind: type | None = None) -> tuple[str, str, str]:
+    """Return (expected, got, what to do) for a Function that runs under `.backward()` only."""
+    name = "a Function" if kind is None else kind.__name__.removesuffix("Backward")
+    got = f"{name}, whose backward runs under .backward() only: a reentrant checkpoint"
+    fix = "torch.utils.checkpoint.checkpoint(..., use_reentrant=False); or `with "
+    fix += "gradkit.capture_grads(params) as captured:` around loss.backward(); or backward_(loss)"
+    return "a graph without reentrant checkpoints", got, fix
+
+
 # [F1, M4, M5]; the names are those of `user_code.REFUSED`.
 _REASONS = {
     "CheckpointFunctionBackward": (
@@ -193,9 +211,11 @@ def refusal_reasons(
 # What is checked before the passes of a call, in this order: what there is around it, and by what.
 _BEFORE: tuple[tuple[int, Callable[[Call], None]], ...] = (
     (NO_VARIABLES, reachability.refuse_no_variables),
+    (HOOKS, reachability.refuse_hooked_leaf_losses),
     (SHARDED, _refuse_gathered),
     (CREATES_GRAPH, higher_derivatives.refuse_wrong_derivatives),
     (CONSTANT, higher_derivatives.refuse_inside_transforms),
+    (FUNCTIONS, _refuse_checkpoints),
     (INCOMPLETE | MUST_REACH | SEVERAL_PASSES | FUNCTIONS, _refuse_special_points),
     (INCOMPLETE, _refuse_incomplete),
     (CHANGED | SUBCLASSES, reachability.refuse_unreached_views_and_subclasses),

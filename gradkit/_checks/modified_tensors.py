@@ -9,7 +9,7 @@ from operator import attrgetter, is_not
 
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node
 
 from gradkit._checks.checked import is_checked
 from gradkit._checks.circumstances import USER_CODE, around
@@ -18,6 +18,7 @@ from gradkit._compat.nodes import WRITTEN_VIEW, changed_since_saved, names_of_no
 from gradkit._core import user_code
 from gradkit._core.call import Call
 from gradkit._core.graph import KEEP_HISTORY, Subgraph, edge, leaf_tensors, nodes_of_types
+from gradkit._core.user_code import FunctionLeaves
 from gradkit._torch_bugs.missing import Reason
 from gradkit.errors import UnsupportedGraphError, describe, message
 
@@ -102,6 +103,23 @@ def nodes_of_functions(call: Call) -> list[Node]:
             roots = [call.outputs[index] for index in call.differentiated]
             call.function_nodes = nodes_of_types(roots, user_code.most_nodes_of_users())
     return call.function_nodes
+
+
+def leaves_of_functions(call: Call) -> list[FunctionLeaves]:
+    """Return the leaves whose `.grad` the backward of each Function of a call may write."""
+    if call.function_leaves is None:
+        call.function_leaves = user_code.leaves_of_functions(nodes_of_functions(call))
+    return call.function_leaves
+
+
+def edges_above_hidden(call: Call, variables: Iterable[Tensor]) -> list[GradientEdge]:
+    """Return edges, gradients for which lead through Functions that may write those of leaves."""
+    ids = set(map(id, variables)) if call.functions.users else set()
+    return [
+        next(GradientEdge(child, nr) for child, nr in one.node.next_functions if child is not None)
+        for one in (leaves_of_functions(call) if ids else ())
+        if not ids.isdisjoint(one.hidden)
+    ]
 
 
 def functions_below(below: Subgraph) -> list[Node]:
