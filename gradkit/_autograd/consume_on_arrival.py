@@ -16,7 +16,7 @@ from gradkit._autograd.engine import own_roots, run_batch, run_grad
 from gradkit._autograd.passes import PassRunner
 from gradkit._checks.checked import is_checked
 from gradkit._checks.circumstances import USER_CODE, around
-from gradkit._checks.modified_tensors import edges_above_hidden, refuse_pre_hooks
+from gradkit._checks.modified_tensors import functions_above_hidden, refuse_pre_hooks
 from gradkit._compat.autograd import (
     as_batch,
     batched_mode,
@@ -52,7 +52,7 @@ class ConsumingRunner(PassRunner):
         refuse_pre_hooks(self.call)
         # Inside `checked()`, gradients are copied as they arrive; those that a Function writes into
         # `.grad` are whole at the end of the pass only.
-        if is_checked() or edges_above_hidden(self.call, variables):
+        if is_checked() or functions_above_hidden(self.call, variables):
             grads = PassRunner.grads(self, outputs, seeds, variables, retain=retain)
             for index, grad in enumerate(grads):
                 if grad is not None:

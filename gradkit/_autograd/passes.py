@@ -313,7 +313,13 @@ class PassRunner:
         retain: bool,
     ) -> None:
         """Run one pass that accumulates into `.grad` of some leaves, or of all if None."""
-        engine.run_backward(self.call, outputs, seeds, variables, retain_graph=retain)
+        others: dict[int, Tensor] = {}
+        if variables is not None and self.call.functions.users:
+            ids = set(map(id, variables))
+            hidden = [one.hidden for one in leaves_of_functions(self.call)]
+            others = {key: leaf for each in hidden for key, leaf in each.items() if key not in ids}
+        with grads_put_back([*others.values()]):
+            engine.run_backward(self.call, outputs, seeds, variables, retain_graph=retain)
 
 
 RunnerFactory: TypeAlias = Callable[..., PassRunner]

@@ -156,7 +156,8 @@ class _KeptState:
 
     def __init__(self, node: Node, where: Callable[[], str], *, retain: bool) -> None:
         self._node, self._where, self._retain = node, where, retain
-        self._kept: list[tuple[Tensor, int, Tensor | None]] = []
+        # By the number of a pass: each tensor, its version, and a copy if it may be a gradient.
+        self._kept: dict[int, list[tuple[Tensor, int, Tensor | None]]] = {}
 
     def before(self, _: Cotangents) -> None:
         """Raise if what the node keeps is spent; copy what may be a gradient."""
@@ -170,7 +171,7 @@ class _KeptState:
         shapes = {output_shape(child, number) for child, number in edges if child is not None}
         # Aliases: `kept_tensors` counts who else refers to the tensors themselves.
         kept = [one.detach() for one in kept_tensors(self._node) if not one.is_inference()]
-        self._kept = [
+        self._kept[current_pass()] = [
             (one, one._version, one.clone() if self._retain and one.shape in shapes else None)
             for one in kept
         ]
@@ -178,9 +179,8 @@ class _KeptState:
     def after(self, grads: Cotangents, _: Cotangents) -> Cotangents | None:
         """Put back what was written on, and hand out copies of it; or note that it is spent."""
         present = {memory_address(grad) for grad in grads if grad is not None}
-        kept, self._kept = self._kept, []
         restored: dict[int, tuple[Tensor, Tensor]] = {}
-        for one, version, copy in kept:
+        for one, version, copy in self._kept.pop(current_pass(), ()):
             address = memory_address(one)
             if address not in present and one._version == version:
                 continue
@@ -195,7 +195,7 @@ class _KeptState:
             for grad in grads
         ]
         for one, copy in restored.values():
-            one.copy_(copy)
+            one.data.copy_(copy)  # not counted: a pass would take a saved tensor for changed
         return tuple(result)
 
 

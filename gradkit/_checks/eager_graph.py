@@ -25,7 +25,7 @@ from gradkit._checks.circumstances import (
     WATCHED,
     around,
 )
-from gradkit._checks.modified_tensors import nodes_of_functions
+from gradkit._checks.modified_tensors import functions_above_hidden, nodes_of_functions
 from gradkit._compat import distributed
 from gradkit._compat.dynamo import any_compiled, overwrites_saved_tensors
 from gradkit._compat.nodes import any_released, has_released, names_by_kind, output_kind
@@ -41,6 +41,7 @@ def check_backward(call: Call) -> None:
     """Raise if `.backward()` for some params would leave `.grad` wrong, or as it was."""
     check_call(call)
     below = call.whole
+    _refuse_not_executed(call)
     if not any(below.reaches(variable) for _, _, variable in call.variables()):
         reachability.refuse_nothing_reached(call)
     leaves = [(node, graph.leaf_of(node)) for node in graph.leaf_nodes(below.nodes)]
@@ -48,6 +49,17 @@ def check_backward(call: Call) -> None:
     if len(kept) < len(leaves):  # torch would leave the `.grad` of one that was cast as it was
         each = [[v if id(v) in kept else None for v in p.variables] for _, p in call.passes]
         reachability.refuse_cast_since_forward(call, each)
+
+
+def _refuse_not_executed(call: Call) -> None:
+    """Raise if `.backward()` for some params leaves out a Function that may write their `.grad`."""
+    variables = [variable for _, _, variable in call.variables()]
+    functions = functions_above_hidden(call, variables)
+    if functions and not call.whole.leading_to(variables).issuperset(functions):
+        got = "some that the backward of a Function may write the .grad of, which torch leaves out "
+        got += "for these params"
+        fix = "gradkit.backward_(losses), for all leaves; or gradkit.value_and_grads"
+        raise UnsupportedGraphError(message("params", "leaves that a pass reaches", got, fix))
 
 
 def check_backward_to_leaves(call: Call) -> None:

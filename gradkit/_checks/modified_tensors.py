@@ -112,14 +112,17 @@ def leaves_of_functions(call: Call) -> list[FunctionLeaves]:
     return call.function_leaves
 
 
-def edges_above_hidden(call: Call, variables: Iterable[Tensor]) -> list[GradientEdge]:
-    """Return edges, gradients for which lead through Functions that may write those of leaves."""
+def functions_above_hidden(call: Call, variables: Iterable[Tensor]) -> list[Node]:
+    """Return the nodes of Functions that may write `.grad` of variables, which they hide."""
     ids = set(map(id, variables)) if call.functions.users else set()
-    return [
-        next(GradientEdge(child, nr) for child, nr in one.node.next_functions if child is not None)
-        for one in (leaves_of_functions(call) if ids else ())
-        if not ids.isdisjoint(one.hidden)
-    ]
+    every = leaves_of_functions(call) if ids else ()
+    return [one.node for one in every if not ids.isdisjoint(one.hidden)]
+
+
+def edges_above_hidden(call: Call, variables: Iterable[Tensor]) -> list[GradientEdge]:
+    """Return edges, gradients for which lead through those Functions."""
+    edges = [one.next_functions for one in functions_above_hidden(call, variables)]
+    return [next(GradientEdge(child, nr) for child, nr in each if child) for each in edges]
 
 
 def functions_below(below: Subgraph) -> list[Node]:

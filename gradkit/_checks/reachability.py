@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from torch import Tensor
 
-from gradkit._checks.modified_tensors import edges_above_hidden
+from gradkit._checks.modified_tensors import functions_above_hidden
 from gradkit._compat import distributed
 from gradkit._compat.autograd import may_have_node, tensor_hooks
 from gradkit._compat.distributed import is_dtensor
@@ -59,7 +59,7 @@ def refuse_unreached(call: Call) -> None:
     for one in call.passes:
         below = call.graph.below(one.losses)
         for index, variable in enumerate(one.params.variables):
-            if not (below.reaches(variable) or edges_above_hidden(call, [variable])):
+            if not (below.reaches(variable) or functions_above_hidden(call, [variable])):
                 raise UnreachedParamError(unreached_message(call.losses, [one], index))
 
 

@@ -353,6 +353,8 @@ def _private(candidates: list[Tensor], references: int) -> list[Tensor]:
         one
         for one in candidates
         if sys.getrefcount(one) <= references
+        and type(one) in PLAIN_TYPES
+        and one.layout == torch.strided
         and not one.requires_grad
         and (one.is_floating_point() or one.is_complex())
     ]

@@ -5,6 +5,7 @@ So do reversible networks, and checkpoints that are written by hand.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -240,6 +241,31 @@ def test_a_part_of_the_params_has_its_part(
     look()
 
 
+@each_net
+def test_backward_for_some_params_writes_these_or_raises(
+    device: torch.device, forward: Callable[[Net, Tensor], Tensor]
+) -> None:
+    net = Net(device)
+    losses = losses_of(net, forward)
+    right = expected(net, list(losses.values()))
+    gradkit.backward_(losses, [net.first.weight, net.block.weight], retain_graph=True)
+    named = dict(zip(["first", "block", "other", "head"], right, strict=True))
+    for name, grad in named.items():
+        here = getattr(net, name).weight.grad
+        if name in ("first", "block"):
+            assert grad is not None
+            assert_same_bits([here], [grad])
+        else:
+            assert here is None
+    net.zero_grad()
+    if forward is not also_outside:  # in which a pass for the block itself runs them all
+        with pytest.raises(gradkit.UnsupportedGraphError, match="of a Function may write"):
+            gradkit.backward_(losses, [net.head.weight, net.block.weight], retain_graph=True)
+    assert all(p.grad is None for p in net.parameters())
+    gradkit.backward_(losses)
+    assert_same_bits([net.block.weight.grad], [named["block"]])
+
+
 def test_hooks_run_as_in_backward_and_a_pure_call_steps_nothing(device: torch.device) -> None:
     net = Net(device)
     weight = net.block.weight
@@ -387,3 +413,106 @@ def test_any_net_of_such_functions(device: torch.device, data: st.DataObject) ->
         if grad is not None and like is not None:
             assert_same_bits([grad], [like])
     look()
+
+
+class Asking(torch.autograd.Function):
+    """A checkpoint that runs under `.backward()` only, as several libraries have one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fn: Forward) -> Tensor:
+        ctx.fn, ctx.x = fn, x.detach()
+        return fn(x).detach()
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        if not torch.autograd._is_checkpoint_valid():
+            raise RuntimeError("Checkpointing is not compatible with .grad()")
+        return Recompute.backward(ctx, *cotangents)
+
+
+class AskingBelow(Asking):
+    """The same, where the question is asked in another function."""
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        return Asking.backward(ctx, *cotangents)
+
+
+def unnamed() -> None:
+    valid = "_is_checkpoint" + "_valid"
+    if not getattr(torch.autograd, valid)():
+        raise RuntimeError("Checkpointing is not compatible with .grad() or ...")
+
+
+class AskingUnseen(Asking):
+    """The same, where nothing shows that it asks."""
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        unnamed()
+        return Recompute.backward(ctx, *cotangents)
+
+
+@pytest.mark.parametrize("kind", [Asking, AskingBelow, AskingUnseen])
+def test_a_checkpoint_for_backward_alone_is_refused_by_name(
+    device: torch.device, kind: Any
+) -> None:
+    net = Net(device)
+    look = filled(net, True)
+
+    def losses() -> dict[str, Tensor]:
+        return losses_of(net, lambda net, x: kind.apply(net.first(x), net.block))
+
+    right = expected(net, list(losses().values()))
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    calls: list[Callable[[], Any]] = [
+        lambda: gradkit.value_and_grads(losses(), net),
+        lambda: gradkit.per_loss_grads(losses(), net),
+        lambda: gradkit.minimize_(optimizer, losses()),
+        lambda: gradkit.per_loss_norms(losses(), net),
+        lambda: gradkit.backward_(losses(), net.first.weight),
+    ]
+    for call in calls:
+        with (
+            warnings.catch_warnings(action="ignore"),
+            pytest.raises(gradkit.UnsupportedGraphError, match=r"under \.backward\(\) only"),
+        ):
+            call()
+        look()
+    with gradkit.capture_grads(net) as captured:
+        gradkit.backward_(losses())
+    assert_same_bits(list(captured.grads.values())[:2], right[:2])
+    look()
+
+
+def test_a_leaf_loss_whose_hook_runs_the_backward_pass_is_refused_before_it_does(
+    device: torch.device,
+) -> None:
+    w = torch.tensor([1.0, 2.0], device=device, requires_grad=True)
+
+    def cached() -> Tensor:
+        loss = w.square().sum().detach().requires_grad_()
+        loss.register_hook(torch.enable_grad()(lambda g: (g * w.square().sum()).backward()))
+        return loss
+
+    calls: list[Callable[[Tensor], Any]] = [
+        lambda loss: gradkit.value_and_grads(loss, w),
+        lambda loss: gradkit.value_and_grads([loss, w.sum()], w),
+        lambda loss: gradkit.per_loss_grads([loss, w.sum()], w),
+        lambda loss: gradkit.minimize_(torch.optim.SGD([w], 0.1), loss),
+        lambda loss: gradkit.gram([loss, w.sum()], w),
+        lambda loss: gradkit.simultaneous_grads([loss], [w]),
+    ]
+    for call in calls:
+        with pytest.raises(gradkit.UnreachedParamError, match="capture_grads"):
+            call(cached())
+        assert w.grad is None
+    with gradkit.capture_grads(w) as captured:
+        cached().backward()
+    assert captured.grads.tolist() == [2, 4] and w.grad is None
+    gradkit.backward_(cached())
+    assert w.grad is not None and w.grad.tolist() == [2, 4]
+    w.register_hook(lambda grad: 3 * grad)  # a param may be a loss, too
+    scale = torch.ones((), device=device, requires_grad=True)
+    scale.register_hook(lambda grad: 3 * grad)
+    assert gradkit.value_and_grads(scale, scale)[1] == 3
