@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import islice
@@ -24,7 +24,7 @@ from gradkit._autograd.arrival_copies import (
 )
 from gradkit._autograd.release import plan_release, release
 from gradkit._autograd.sample_pass import Uses, run_samples, uses_by_loss
-from gradkit._autograd.side_effects import WrittenGrads, kept_put_back
+from gradkit._autograd.side_effects import WrittenGrads, side_effects_put_back
 from gradkit._checks.checked import is_checked, step_monitor
 from gradkit._checks.circumstances import (
     CREATES_GRAPH,
@@ -108,18 +108,18 @@ class InnerPass:
             stack.enter_context(formulas)
             functions = functions_below(self.below) if functions_alive().users else []
             if create_graph and functions:
-                around = (lambda: self.where), self.below, self.variables
-                stack.enter_context(refuse_undifferentiable(*around))
-            written = WrittenGrads(user_code.leaves_of_functions(functions), ())
-            if functions:
-                stack.enter_context(kept_put_back(functions, lambda: self.where, retain=True))
-                stack.enter_context(written.from_clean_start(add=False))
+                graph = self.below, self.variables
+                stack.enter_context(refuse_undifferentiable(lambda: self.where, *graph))
+            leaves = user_code.leaves_of_functions(functions)
+            effects = side_effects_put_back(leaves, (), lambda: self.where, retain=True)
+            written = stack.enter_context(effects) if functions else None
             copied = variables_to_copy_inside(self.variables, functions)
             stack.enter_context(copied_on_arrival(copied))
             if is_checked():
                 stack.enter_context(without_shared_memory(self.below.nodes))
             grads = run()
-            written.refuse(lambda: self.where)
+            if written is not None:
+                written.refuse(lambda: self.where)
         arrived = [None if grad is None else unbatched(grad) for grad in grads]
         versions = grad_versions(self.variables, arrived, copied)
         if before:  # a gradient may be a cotangent itself
@@ -127,6 +127,18 @@ class InnerPass:
                 versions[index] -= before.get(memory_address(cast("Tensor", arrived[index])), 0)
         refuse_modified(lambda: self.where, self.path, self.variables, self.below, versions)
         return grads
+
+
+def side_effects(
+    call: Call, variables: list[Tensor], *, retain: bool
+) -> AbstractContextManager[WrittenGrads | None]:
+    """Put back what the Functions of a call write beside returning gradients, if it has any."""
+    if not nodes_of_functions(call):
+        return nullcontext()
+    paths, add = call.losses.first_paths, not call.create_graph
+    return side_effects_put_back(
+        leaves_of_functions(call), variables, paths, retain=retain, add=add
+    )
 
 
 def _writes_before(cotangents: Iterable[Tensor | None]) -> dict[int, int]:
@@ -187,7 +199,7 @@ class PassRunner:
         """Run a pass among what user code may do; return the versions of gradients, too."""
         call, copied = self.call, self.look_for_hooks(variables)
         versions: dict[int, int] = {}
-        with self.side_effects(variables, retain=retain) as written, INSIDE:
+        with side_effects(call, variables, retain=retain) as written, INSIDE:
             with engine.recording(call) if bits & RECORDED else INSIDE, INSIDE:
                 if copied or written is not None or bits & (OBSERVED | RETAINED):
                     args = outputs, seeds, variables, copied
@@ -198,23 +210,9 @@ class PassRunner:
                 versions |= grad_versions(variables, grads, copied)
             if written is not None:
                 if call.create_graph:
-                    written.refuse(call.losses.first_paths, variables)
-                grads = written.added_to(grads, variables)
+                    written.refuse(call.losses.first_paths)
+                grads = written.added_to(grads)
         return grads, versions
-
-    @contextmanager
-    def side_effects(
-        self, variables: list[Tensor], *, retain: bool
-    ) -> Iterator[WrittenGrads | None]:
-        """Put back what Functions write beside returning gradients; yield their `.grad`."""
-        nodes = nodes_of_functions(self.call)
-        if not nodes:
-            yield None
-            return
-        written = WrittenGrads(leaves_of_functions(self.call), variables)
-        kept = kept_put_back(nodes, self.call.losses.first_paths, retain=retain)
-        with kept, written.from_clean_start(add=not self.call.create_graph):
-            yield written
 
     def look_for_hooks(self, variables: list[Tensor]) -> list[Tensor]:
         """Return the variables whose gradients are copied as they arrive; looked for once."""
@@ -469,9 +467,11 @@ def run_in_turn(
     # of them is looked at, and what they may share lives until then.
     plans = None
     if not retain and len(call.passes) > 1:
-        hidden = edges_above_hidden(call, (v for _, _, v in call.variables()))
-        observed = (edge for _, edge in observed_tensors())
-        plans = plan_release(call, [edge.node for edge in (*observed, *hidden)])
+        extra = [edge.node for _, edge in observed_tensors()]
+        if call.functions.users:
+            every = edges_above_hidden(call, (v for _, _, v in call.variables()))
+            extra += [edge.node for edge in every]
+        plans = plan_release(call, extra)
     kept = [retain] * len(call.passes) if plans is None else [plan.retain for plan in plans]
     if retain or len(kept) > 1:  # for a single loss of several elements, the engine says so
         refuse_donated(call, kept)

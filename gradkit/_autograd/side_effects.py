@@ -13,7 +13,7 @@ from torch.autograd.graph import Node
 from gradkit._autograd.arrival_copies import copied_on_arrival, memory_address
 from gradkit._compat.autograd import current_pass, post_accumulate_hooks
 from gradkit._compat.nodes import output_shape
-from gradkit._compat.undoing import INSIDE, undo_stack, undone
+from gradkit._compat.undoing import undo_stack, undone
 from gradkit._core.call import Grads
 from gradkit._core.graph import metadata
 from gradkit._core.ownership import PLAIN_TYPES
@@ -21,6 +21,7 @@ from gradkit._core.user_code import (
     Cotangents,
     FunctionLeaves,
     kept_tensors,
+    name_of_function,
     register_own_hooks,
     remove_hooks,
 )
@@ -34,32 +35,28 @@ class WrittenGrads:
     def __init__(self, functions: Sequence[FunctionLeaves], variables: Sequence[Tensor]) -> None:
         self.own_pass: list[int] = []  # the number of the pass, once it has begun
         self.summed: list[Tensor] = []  # the variables that are added to as they arrive
-        self._variables = variables
-        self._names = ", ".join(sorted({_name(one.node) for one in functions}))
-        self._leaves = {id(v): v for v in variables if v.grad_fn is None}
-        self._hidden: dict[int, Tensor] = {}
-        # Those that a Function returns the gradient of keep a `.grad` of zeros: it may have kept
-        # that memory in its forward pass, to write there.
-        self._filled: dict[int, Tensor] = {}
-        for one in functions:
-            self._hidden |= one.hidden
-            self._leaves |= one.returned
-            filled = (leaf for leaf in one.returned.values() if type(leaf.grad) in PLAIN_TYPES)
-            self._filled |= {id(leaf): leaf for leaf in filled}
-        self._leaves |= self._hidden
+        self._functions, self._variables = functions, variables
         self._versions: dict[int, int] = {}  # of zeros
 
     @contextmanager
     def from_clean_start(self, *, add: bool) -> Iterator[None]:
         """Put every `.grad` back after the block; add to it what arrives, if Functions may, too."""
-        # As by `.backward()`, in whose order sums have its bits.
-        self.summed = [v for v in self._variables if add and id(v) in self._hidden]
-        others = [leaf for key, leaf in self._leaves.items() if key not in self._filled]
+        returned: dict[int, Tensor] = {}
+        hidden: dict[int, Tensor] = {}
+        for one in self._functions:
+            returned |= one.returned
+            hidden |= one.hidden
+        self._leaves = {id(v): v for v in self._variables if v.is_leaf} | returned | hidden
+        # These keep a `.grad`, of zeros: a Function may have kept that memory, to write there.
+        filled = {k: leaf for k, leaf in returned.items() if type(leaf.grad) in PLAIN_TYPES}
+        # As by `.backward()`, in whose order the sums have its bits.
+        self.summed = [v for v in self._variables if add and id(v) in hidden]
         with undo_stack() as stack:
             for leaf in self._leaves.values():
                 stack.enter_context(_without(post_accumulate_hooks(leaf) or {}))
+            others = [leaf for key, leaf in self._leaves.items() if key not in filled]
             stack.enter_context(grads_put_back(others))
-            for leaf in self._filled.values():
+            for leaf in filled.values():
                 stack.enter_context(self._zeroed(leaf))
             arrive = [partial(self._arrive, leaf) for leaf in self.summed]
             stack.enter_context(copied_on_arrival(self.summed, arrive))
@@ -69,22 +66,14 @@ class WrittenGrads:
     def _zeroed(self, leaf: Tensor) -> Iterator[None]:
         grad: Any = leaf.grad
         before = grad.detach().clone()
-
-        def put_back() -> None:
-            set_grad(leaf, grad)
-            grad.detach().copy_(before)
-
-        with undone(put_back):
+        value = undone(lambda: grad.detach().copy_(before))
+        with undone(partial(set_grad, leaf, grad)), value:
             self._versions[id(leaf)] = grad.detach().zero_()._version
             yield
 
     def _arrive(self, leaf: Tensor, grad: Tensor | None) -> None:
         if grad is not None and current_pass() in self.own_pass:  # and not inside a Function
             accumulate_all([(leaf, grad)])
-
-    def written(self) -> list[Tensor]:
-        """Return the leaves whose `.grad` something has written since the clean start."""
-        return [leaf for leaf in self._leaves.values() if self._is_written(leaf)]
 
     def _is_written(self, leaf: Tensor) -> bool:
         grad, version = leaf.grad, self._versions.get(id(leaf))
@@ -93,66 +82,67 @@ class WrittenGrads:
         # A kernel that autograd does not know leaves the version as it is.
         return grad._version != version or (not grad.is_meta and bool(grad.any()))
 
-    def added_to(self, grads: Grads, variables: Sequence[Tensor]) -> Grads:
+    def added_to(self, grads: Grads) -> Grads:
         """Return the gradients of a pass, with what it has left in `.grad`."""
-        written = set(map(id, self.written()))
         result = list(grads)
-        for index, (variable, grad) in enumerate(zip(variables, grads, strict=True)):
-            if id(variable) in written:
+        for index, (variable, grad) in enumerate(zip(self._variables, grads, strict=True)):
+            if id(variable) in self._leaves and self._is_written(variable):
                 if grad is not None and not any(variable is one for one in self.summed):
                     accumulate_all([(variable, grad)])
-                is_kept = id(variable) in self._filled
-                result[index] = variable.grad.clone() if is_kept else variable.grad
+                total = variable.grad
+                is_kept = total is not None and id(variable) in self._versions
+                result[index] = total.clone() if is_kept and total is not None else total
         return result
 
-    def refuse(self, where: Callable[[], str], variables: Sequence[Tensor] | None = None) -> None:
-        """Raise if one of these leaves, or of all, was written, and its gradient is incomplete."""
-        asked = None if variables is None else set(map(id, variables))
-        for leaf in self.written():
-            if asked is None or id(leaf) in asked:
+    def refuse(self, where: Callable[[], str]) -> None:
+        """Raise if a variable was written, or any leaf if there are none."""
+        for leaf in self._variables or self._leaves.values():
+            if id(leaf) in self._leaves and self._is_written(leaf):
                 expected = "Functions whose backward returns their gradients"
-                got = f"{self._names}, which has written the .grad of {describe(leaf)}, as "
+                got = ", ".join(
+                    sorted({name_of_function(type(one.node)) for one in self._functions})
+                )
+                got += f", which has written the .grad of {describe(leaf)}, as "
                 got += "torch.autograd.backward does, where this call cannot take it from"
                 fix = "return torch.autograd.grad(...) there; or call gradkit.value_and_grads, or "
                 fix += "gradkit.per_loss_grads, without create_graph"
                 raise UnsupportedGraphError(message(where(), expected, got, fix))
 
 
-def _name(node: Node) -> str:
-    return type(node).__name__.removesuffix("Backward").removesuffix("Generated")
-
-
 @contextmanager
 def _without(hooks: dict[object, Any]) -> Iterator[None]:
     """Empty a table of hooks in the block."""
     before = dict(hooks)
-
-    def put_back() -> None:
-        hooks.update(before)
-
-    with undone(put_back):
+    with undone(partial(hooks.update, before)):
         hooks.clear()
         yield
 
 
 @contextmanager
-def kept_put_back(nodes: Sequence[Node], where: Callable[[], str], *, retain: bool) -> Iterator[None]:
-    """Let the backward of Functions write on what they keep, if it is to run again; else once."""
-    # A fused loss makes its gradient in the forward pass, scales it in place by the cotangent, and
-    # returns it: right in one pass, and wrong in every later one.
+def side_effects_put_back(
+    functions: Sequence[FunctionLeaves],
+    variables: Sequence[Tensor],
+    where: Callable[[], str],
+    *,
+    retain: bool,
+    add: bool = False,
+) -> Iterator[WrittenGrads]:
+    """Put back, after a pass, what Functions write beside returning gradients."""
     handles: list[Any] = []
-    with undone(partial(remove_hooks, handles)):
-        for node in nodes:
-            state = _KeptState(node, where, retain=retain)
-            handles += register_own_hooks(
-                partial(node.register_prehook, state.before),
-                partial(node.register_hook, state.after),
-            )
-        yield
+    written = WrittenGrads(functions, variables)
+    with undone(partial(remove_hooks, handles)), written.from_clean_start(add=add):
+        for one in functions:
+            state = _KeptState(one.node, where, retain=retain)
+            before = partial(one.node.register_prehook, state.before)
+            handles += register_own_hooks(before, partial(one.node.register_hook, state.after))
+        yield written
 
 
 class _KeptState:
-    """Hooks of a Function's node, around its backward."""
+    """Hooks of a Function's node, whose backward may write on what it keeps."""
+
+    # A fused loss makes its gradient in the forward pass, scales it in place by the cotangent, and
+    # returns it: right in one pass, and wrong in every later one.
 
     def __init__(self, node: Node, where: Callable[[], str], *, retain: bool) -> None:
         self._node, self._where, self._retain = node, where, retain
@@ -163,10 +153,12 @@ class _KeptState:
         """Raise if what the node keeps is spent; copy what may be a gradient."""
         if _SPENT in metadata(self._node):
             expected = "a Function that gives the same gradients in every pass"
-            got = f"{_name(self._node)}, which has scaled in place what it keeps, in an earlier pass"
+            got = f"{name_of_function(type(self._node))}, which has scaled in place what it keeps"
             fix = "run the forward pass again for each; or return a new tensor in its backward: "
             fix += "ctx.kept * grad, and not ctx.kept.mul_(grad)"
-            raise UnsupportedGraphError(message(self._where(), expected, got, fix))
+            raise UnsupportedGraphError(
+                message(self._where(), expected, f"{got}, in an earlier pass", fix)
+            )
         edges = self._node.next_functions
         shapes = {output_shape(child, number) for child, number in edges if child is not None}
         # Aliases: `kept_tensors` counts who else refers to the tensors themselves.
@@ -181,22 +173,18 @@ class _KeptState:
         present = {memory_address(grad) for grad in grads if grad is not None}
         restored: dict[int, tuple[Tensor, Tensor]] = {}
         for one, version, copy in self._kept.pop(current_pass(), ()):
-            address = memory_address(one)
-            if address not in present and one._version == version:
-                continue
-            if copy is None:
-                metadata(self._node)[_SPENT] = True
-            else:
-                restored[address] = one, copy
-        if not restored:
-            return None
+            if memory_address(one) in present or one._version != version:
+                if copy is None:
+                    metadata(self._node)[_SPENT] = True
+                else:
+                    restored[memory_address(one)] = one, copy
         result = [
             grad.clone() if grad is not None and memory_address(grad) in restored else grad
-            for grad in grads
+            for grad in (grads if restored else ())
         ]
         for one, copy in restored.values():
             one.data.copy_(copy)  # not counted: a pass would take a saved tensor for changed
-        return tuple(result)
+        return tuple(result) if restored else None
 
 
 _SPENT = "gradkit: a Function's backward has written on what it keeps"

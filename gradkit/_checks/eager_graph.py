@@ -33,7 +33,7 @@ from gradkit._core import graph
 from gradkit._core.call import Call, Losses
 from gradkit._core.graph import Subgraph
 from gradkit._core.params import Params
-from gradkit._core.user_code import asks_for_backward
+from gradkit._core.user_code import asks_for_backward, name_of_function
 from gradkit.errors import FreedGraphError, UnsupportedGraphError, message
 
 
@@ -101,7 +101,8 @@ def _refuse_checkpoints(call: Call) -> None:
     """Raise if a Function asks torch whether it runs under `.backward()`, as checkpoints do."""
     for kind in set(map(type, nodes_of_functions(call))):
         if asks_for_backward(kind):
-            raise UnsupportedGraphError(message(call.losses.first_paths(), *only_backward(kind)))
+            reason = only_backward(name_of_function(kind))
+            raise UnsupportedGraphError(message(call.losses.first_paths(), *reason))
 
 
 def _refuse_gathered(call: Call) -> None:
@@ -175,9 +176,8 @@ def losses_freed(losses: Losses) -> Sequence[int]:
     return freed or range(len(graphs))
 
 
-def only_backward(kind: type | None = None) -> tuple[str, str, str]:
+def only_backward(name: str = "a Function") -> tuple[str, str, str]:
     """Return (expected, got, what to do) for a Function that runs under `.backward()` only."""
-    name = "a Function" if kind is None else kind.__name__.removesuffix("Backward")
     got = f"{name}, whose backward runs under .backward() only: a reentrant checkpoint"
     fix = "torch.utils.checkpoint.checkpoint(..., use_reentrant=False); or `with "
     fix += "gradkit.capture_grads(params) as captured:` around loss.backward(); or backward_(loss)"

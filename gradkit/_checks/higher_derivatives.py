@@ -29,11 +29,12 @@ from gradkit._compat.undoing import INSIDE, undone
 from gradkit._compat.versions import is_mended
 from gradkit._core import pytree
 from gradkit._core.call import Call
-from gradkit._core.graph import Subgraph, leaf_tensors, metadata, nodes_below
+from gradkit._core.graph import Subgraph, leaf_tensors, metadata, nodes_below, nodes_from
 from gradkit._core.known_results import attach
 from gradkit._core.user_code import (
     Cotangents,
     kept_tensors,
+    name_of_function,
     register_own_hooks,
     remove_hooks,
     user_functions,
@@ -165,24 +166,14 @@ _WRAPPER_CODE = once_differentiable(lambda ctx: None).__code__
 
 def undifferentiable_message(where: str, kind: type) -> str:
     """Return the message for a Function whose gradients cannot be differentiated."""
-    got = kind.__name__.removesuffix("Backward").removesuffix("Generated")
-    got += ", a Function whose backward cannot be: it is once_differentiable, or cuts the path to "
-    got += "its gradients (no_grad, detach(), .data, NumPy, a kernel that autograd does not know)"
+    got = f"{name_of_function(kind)}, a Function whose backward cannot be: it is "
+    got += "once_differentiable, or cuts the path to its gradients (no_grad, detach(), .data, "
+    got += "NumPy, a kernel that autograd does not know)"
     fix = "leave out create_graph=True; take unroll(..., first_order=True)"
     if not forward_class(kind).__module__.startswith("torch."):
         fix += "; or give it a backward made of operations that can be differentiated, that "
         fix += "returns None where there is none"
     return message(where, missing.DIFFERENTIABLE, got, fix)
-
-
-def _kept_message(where: str, kind: type) -> str:
-    """Return the message for a derivative through what a Function's forward pass has kept."""
-    name = kind.__name__.removesuffix("Backward").removesuffix("Generated")
-    got = f"{name}, whose backward computes with what its forward pass has made and kept: the "
-    got += "derivative of that by its inputs is missing"
-    fix = "compute it anew in backward, from inputs kept by ctx.save_for_backward(x); or return it "
-    fix += "as an output of the Function, too"
-    return message(where, "a Function whose gradients can be differentiated", got, fix)
 
 
 @contextmanager
@@ -214,11 +205,7 @@ class _Probe:
     """Hooks of a Function's node: it gets cotangents that only its own gradients can lead to."""
 
     def __init__(
-        self,
-        where: Callable[[], str],
-        node: Node,
-        graph: Subgraph,
-        variables: Sequence[Tensor],
+        self, where: Callable[[], str], node: Node, graph: Subgraph, variables: Sequence[Tensor]
     ) -> None:
         self._where, self._node, self._graph, self._variables = where, node, graph, variables
         if _MODES not in metadata(node):
@@ -226,6 +213,7 @@ class _Probe:
             metadata(node)[_MODES] = modes
             run_around_backward(node, partial(_run_below_mode, modes))
         self._copies: dict[int, list[_Copy]] = {}  # by the number of the pass
+        self._inputs: list[Tensor] | None = None  # what the Function was computed from
 
     def before(self, cotangents: Cotangents) -> Cotangents | None:
         """Return copies of the cotangents, each with a node that made it."""
@@ -240,17 +228,18 @@ class _Probe:
 
     def _attach(self, kept: Tensor) -> Tensor:
         """Return a copy of what the Function keeps, whose derivative by its inputs raises."""
-        reason = _kept_message(self._where(), type(self._node))
+        got = f"{name_of_function(type(self._node))}, whose backward computes with what its "
+        got += "forward pass has made and kept: the derivative of that by its inputs is missing"
+        fix = "compute it anew in backward, from inputs kept by ctx.save_for_backward(x); or "
+        fix += "return it as an output of the Function, too"
+        reason = message(self._where(), f"{missing.DIFFERENTIABLE} again", got, fix)
         if transforms.differentiated():
             raise UnsupportedGraphError(reason)
-        nodes = [self._node]
-        seen = {self._node}
-        for node in nodes:  # which grows meanwhile
-            new = {child for child, _ in node.next_functions if child is not None} - seen
-            seen |= new
-            nodes += new
-        inner = [x for x in self._variables if x.grad_fn in seen]
-        return attach(kept, [*leaf_tensors(nodes).values(), *inner], reason)
+        if self._inputs is None:
+            nodes = nodes_from(self._node)
+            inner = [x for x in self._variables if x.grad_fn in nodes]
+            self._inputs = [*leaf_tensors(nodes).values(), *inner]
+        return attach(kept, self._inputs, reason)
 
     def after(self, grads: Cotangents, _: Cotangents) -> Cotangents | None:
         """Raise if no gradient leads to a cotangent; detach those that lead to nothing else."""
@@ -263,7 +252,9 @@ class _Probe:
             # A transform around may have recorded one: then it is not lost.
             around = ([*transforms.layers(grad)][1:] for grad in present)
             if any(not any(layer.requires_grad for layer in outer) for outer in around):
-                raise UnsupportedGraphError(undifferentiable_message(self._where(), type(self._node)))
+                raise UnsupportedGraphError(
+                    undifferentiable_message(self._where(), type(self._node))
+                )
             return None
         leaves = [leaf for _, leaf in copies if leaf is not None]
         for leaf in leaves:
@@ -318,16 +309,15 @@ class _KeptConstants(TorchFunctionMode):
         """Call a function of torch; what is made of kept tensors alone counts as one of them."""
         leaves, spec = pytree.flatten((list(args), dict(kwargs or {})))
         here = [id(x) in self._kept and not x.requires_grad for x in leaves]
+        recorded = any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
         name = func.__name__
         writes = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
-        if not any(here) or (writes and here[0]):  # on it itself
-            return func(*args, **(kwargs or {}))
-        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in leaves):
-            attached = [self._attach(x) if kept else x for x, kept in zip(leaves, here)]
-            args, kwargs = pytree.unflatten(spec, attached)
-            return func(*args, **kwargs)
+        is_mixed = recorded and any(here) and torch.is_grad_enabled()
+        if is_mixed and not (writes and here[0]):  # on it itself
+            each = [self._attach(x) if kept else x for x, kept in zip(leaves, here, strict=True)]
+            args, kwargs = pytree.unflatten(spec, each)
         result = func(*args, **(kwargs or {}))
-        if not name.startswith("new_") and "_like" not in name:
+        if any(here) and not recorded and not name.startswith("new_") and "_like" not in name:
             self._kept |= {id(x): x for x in pytree.tensors(result) if x.is_floating_point()}
         return result
 

@@ -202,6 +202,17 @@ def nodes_in_order(
         avoid_recursion(nodes)
 
 
+def nodes_from(top: Node) -> set[Node]:
+    """Return a node, and all below it."""
+    reached, nodes = {top}, [top]
+    for node in nodes:  # which grows meanwhile
+        new = [child for child in _children(node) if child not in reached]
+        reached.update(new)
+        nodes += dict.fromkeys(new)
+    avoid_recursion(nodes)
+    return reached
+
+
 def nodes_of_types(roots: Iterable[Tensor], most: Mapping[type, int]) -> list[Node]:
     """Return the nodes of some types below roots; `most`: how many of each type exist at most."""
     # The walk ends once their sum is found: those of a custom loss are found at once.

@@ -8,7 +8,7 @@ from contextlib import suppress
 from functools import cache, lru_cache, partial
 from itertools import chain
 from threading import Lock
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeAlias, TypeGuard, cast
 from weakref import ref
 
@@ -319,19 +319,20 @@ def _leaves_in(captured: list[CapturedObject], function: Node) -> dict[int, Tens
     return leaves | leaf_tensors(nodes_below(above, [function])) if above else leaves
 
 
+def name_of_function(kind: type) -> str:
+    """Return the name of the Function whose nodes are of a type."""
+    return kind.__name__.removesuffix("Backward").removesuffix("Generated")
+
+
 def asks_for_backward(kind: type) -> bool:
     """Return whether a Function's backward asks torch if it runs under `.backward()`."""
     level: list[Any] = [forward_class(kind).backward]
+    functions: list[FunctionType] = []
     for _ in range(_MAX_DEPTH):
-        functions = [getattr(one, "__func__", one) for one in level]
-        codes = [one.__code__ for one in functions if isinstance(one, FunctionType)]
-        for code in codes:  # which grows meanwhile
-            if not _ASKING.isdisjoint(code.co_names):
-                return True
-            codes += [part for part in code.co_consts if isinstance(part, CodeType)]
-        level = [part for one in functions for part in _contents(one)]
+        functions += [one for one in level if isinstance(one, FunctionType)]
+        level = [part for one in level for part in _contents(one)]
         level = [part for part in level if isinstance(part, FunctionType | MethodType)]
-    return False
+    return any(not _ASKING.isdisjoint(one.__code__.co_names) for one in functions)
 
 
 _ASKING = {"_is_checkpoint_valid", "is_checkpoint_valid"}

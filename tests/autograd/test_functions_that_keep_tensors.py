@@ -145,7 +145,7 @@ def test_the_first_derivative_is_right_and_so_are_others(
         torch.testing.assert_close(of_scale, right.sum())
 
 
-MASK = torch.tensor([0.0, 1.0])
+MASK, CONSTANT = torch.tensor([0.0, 1.0]), torch.tensor([2.0, 3.0])
 
 
 def masked(ctx: Any, x: Tensor) -> Tensor:
@@ -184,7 +184,6 @@ LINEAR: dict[str, tuple[Apply, Apply]] = {
     "input": (made(by_input, lambda ctx, g: 3 * g * ctx.saved_tensors[0] ** 2), lambda x: x**3),
     "output": (made(by_output, lambda ctx, g: g * ctx.saved_tensors[0]), Tensor.exp),
 }
-CONSTANT = torch.tensor([2.0, 3.0])
 
 
 @each_call
@@ -217,7 +216,10 @@ def test_torch_func_refuses_them_too(device: torch.device) -> None:
             return cotangents[0] * ctx.slope
 
     w = torch.tensor([1.0, 2.0], device=device)
-    loss: Callable[[Tensor], Tensor] = lambda w: Cube.apply(w).sum() + w.sum()
+
+    def loss(w: Tensor) -> Tensor:
+        return Cube.apply(w).sum() + w.sum()
+
     once = func.value_and_grads(loss)
     torch.testing.assert_close(once(w)[1], 3 * w**2 + 1)
     with pytest.raises(gradkit.UnsupportedGraphError, match="Cube"):
@@ -265,9 +267,7 @@ FUSED: dict[str, Apply] = {
     "saved": made(kept_saved, saved_scaled_by_a_kernel),
     "container": made(kept_in_parts, lambda ctx, g: ctx.parts["of"][0].mul_(g)),
     "behind autograd": made(kept_in_attribute, scaled_behind_autograd),
-    "once_differentiable": made(
-        kept_in_attribute, once_differentiable(lambda ctx, g: ctx.kept.mul_(g))
-    ),
+    "once_differentiable": made(kept_in_attribute, once_differentiable(scaled_behind_autograd)),
 }
 each_fused = pytest.mark.parametrize("fused", FUSED.values(), ids=FUSED)
 
@@ -291,7 +291,8 @@ def test_what_a_function_scales_in_place_is_put_back(
                 torch.testing.assert_close(norms, gram.diagonal().sqrt())
                 first = gradkit.value_and_grads(3 * loss, w, retain_graph=True)[1]
                 second = gradkit.value_and_grads(5 * loss, w)[1]
-                assert first.tolist() == [6, 12] and second.tolist() == [10, 20]
+                assert first.tolist() == [6, 12]
+                assert second.tolist() == [10, 20]
 
 
 @each_fused
@@ -314,4 +315,6 @@ def test_any_rows_of_a_fused_loss(device: torch.device, factors: list[float], na
     rows = gradkit.per_loss_grads([factor * shared for factor in factors], [w, other])
     plain = (w * other).square().sum()
     for factor, row in zip(factors, rows, strict=True):
-        torch.testing.assert_close(row, list(torch.autograd.grad(factor * plain, [w, other], retain_graph=True)))
+        torch.testing.assert_close(
+            row, list(torch.autograd.grad(factor * plain, [w, other], retain_graph=True))
+        )

@@ -196,7 +196,9 @@ def test_a_pass_for_each_loss_has_what_its_backward_leaves(
     right = {key: expected(net, [loss]) for key, loss in losses.items()}
     each = gradkit.per_loss_grads(losses, net, retain_graph=True)
     for key, grads in each.items():
-        present = [pair for pair in zip(grads.values(), right[key], strict=True) if pair[1] is not None]
+        present = [
+            pair for pair in zip(grads.values(), right[key], strict=True) if pair[1] is not None
+        ]
         assert_same_bits(*map(list, zip(*present, strict=True)))
     look()
     per_loss = [gradkit.tree.map(torch.clone, each[key]) for key in each]
@@ -276,7 +278,8 @@ def test_hooks_run_as_in_backward_and_a_pure_call_steps_nothing(device: torch.de
     _, grads = gradkit.value_and_grads(losses_of(net, also_outside), net)
     present = [pair for pair in zip(grads.values(), right, strict=True) if pair[1] is not None]
     assert_same_bits(*map(list, zip(*present, strict=True)))
-    assert not steps and torch.equal(weight, start)
+    assert not steps
+    assert torch.equal(weight, start)
     gradkit.backward_(losses_of(net, also_outside))
     assert steps
 
@@ -316,8 +319,8 @@ def test_a_graph_of_the_gradients_is_refused(device: torch.device) -> None:
     net = Net(device)
     look = filled(net, True)
     for params in (net, net.block.weight):
+        losses = losses_of(net, once)
         with pytest.raises(gradkit.UnsupportedGraphError, match=r"Recompute, (which|a Function)"):
-            losses = losses_of(net, once)
             gradkit.value_and_grads(losses, params, create_graph=True)
         look()
 
@@ -370,13 +373,15 @@ def test_a_function_that_writes_what_it_returns_doubles_as_in_backward(
     x = torch.tensor([1.0, 2.0], device=device, requires_grad=True)
     Buffered.apply(x).sum().backward()
     right = x.grad
-    assert right is not None and right.tolist() == [4.0, 8.0]
+    assert right is not None
+    assert right.tolist() == [4.0, 8.0]
     for start in (None, torch.full_like(x, 3.0)):
         x.grad = start
         loss = Buffered.apply(x).sum()
         before, value = x.grad, x.grad.clone()
         assert torch.equal(gradkit.value_and_grads(loss, x)[1], right)
-        assert x.grad is before and torch.equal(x.grad, value)
+        assert x.grad is before
+        assert torch.equal(x.grad, value)
 
 
 LAYERS: dict[str, Callable[[Net, Tensor], Tensor]] = {
@@ -509,9 +514,11 @@ def test_a_leaf_loss_whose_hook_runs_the_backward_pass_is_refused_before_it_does
         assert w.grad is None
     with gradkit.capture_grads(w) as captured:
         cached().backward()
-    assert captured.grads.tolist() == [2, 4] and w.grad is None
+    assert captured.grads.tolist() == [2, 4]
+    assert w.grad is None
     gradkit.backward_(cached())
-    assert w.grad is not None and w.grad.tolist() == [2, 4]
+    assert w.grad is not None
+    assert w.grad.tolist() == [2, 4]
     w.register_hook(lambda grad: 3 * grad)  # a param may be a loss, too
     scale = torch.ones((), device=device, requires_grad=True)
     scale.register_hook(lambda grad: 3 * grad)
