@@ -52,7 +52,8 @@ class ConsumingRunner(PassRunner):
         refuse_pre_hooks(self.call)
         # Inside `checked()`, gradients are copied as they arrive; those that a Function writes into
         # `.grad` are whole at the end of the pass only.
-        if is_checked() or functions_above_hidden(self.call, variables):
+        users = self.call.functions.users
+        if is_checked() or (users and functions_above_hidden(self.call, variables)):
             grads = PassRunner.grads(self, outputs, seeds, variables, retain=retain)
             for index, grad in enumerate(grads):
                 if grad is not None:
@@ -67,7 +68,8 @@ class ConsumingRunner(PassRunner):
             self.consume(index, grad)
 
         arrivals = Arrivals(variables, consume)
-        with side_effects(self.call, variables, retain=retain) as written, INSIDE:
+        effects = side_effects(self.call, variables, retain=retain) if users else nullcontext()
+        with effects as written, INSIDE:
             with self.observed_inputs(variables) as inputs, arrivals.from_roots(outputs) as roots:
                 captured = run_grad(self.call, roots, inputs, seeds, retain_graph=retain)
             if written is not None:

@@ -272,9 +272,9 @@ class PassRunner:
         """Yield what a pass is for, observed tensors too; every `.grad` is put back afterwards."""
         extra = observed_tensors()
         retained = self.retained((*variables, *(tensor for tensor, _ in extra)))
-        above_hidden = edges_above_hidden(self.call, variables)
+        hidden = edges_above_hidden(self.call, variables) if self.call.functions.users else ()
         with grads_put_back(list({id(t): t for t in retained}.values())):
-            yield [*variables, *(edge for _, edge in extra), *above_hidden]
+            yield [*variables, *(edge for _, edge in extra), *hidden]
 
     def retained(self, tensors: Iterable[Tensor] = ()) -> list[Tensor]:
         """Return those tensors, losses and weights whose `.grad` a pass writes [D4]."""

@@ -304,19 +304,19 @@ def leaves_of_functions(functions: Iterable[Node]) -> list[FunctionLeaves]:
             by_class[kind] = _leaves_in(captured_by(forward_class(kind).backward), node)
         children = (child for child, _ in node.next_functions if child is not None)
         returned = leaf_tensors(children)
-        found = by_class[kind] | _leaves_in(captured_by(*vars(node).values()), node)
-        hidden = {key: found[key] for key in found.keys() - returned.keys()}
+        leaves = by_class[kind] | _leaves_in(captured_by(*vars(node).values()), node)
+        hidden = {key: leaves[key] for key in leaves.keys() - returned.keys()}
         result.append(FunctionLeaves(node, returned, hidden))
     return result
 
 
 def _leaves_in(captured: list[CapturedObject], function: Node) -> dict[int, Tensor]:
     modules = (one for one in captured if isinstance(one, nn.Module))
-    found = [x for x in captured if isinstance(x, Tensor)]
-    found += [param for module in modules for param in module.parameters()]
-    above = [x for x in found if x.grad_fn is not None and x.grad_fn is not function]
-    leaves = {id(x): x for x in found if x.requires_grad and x.is_leaf}
-    return leaves | leaf_tensors(nodes_below(above, [function])) if above else leaves
+    leaves = [x for x in captured if isinstance(x, Tensor)]
+    leaves += [param for module in modules for param in module.parameters()]
+    above = [x for x in leaves if x.grad_fn is not None and x.grad_fn is not function]
+    own = {id(x): x for x in leaves if x.requires_grad and x.is_leaf}
+    return own | leaf_tensors(nodes_below(above, [function])) if above else own
 
 
 def name_of_function(kind: type) -> str:

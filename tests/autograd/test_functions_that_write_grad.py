@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -312,6 +313,24 @@ def test_an_error_inside_puts_every_grad_back(
     with pytest.raises(error):
         gradkit.value_and_grads(losses, net)
     assert len(net.block.weight._post_accumulate_grad_hooks) == 1
+    look()
+
+
+def test_threads_share_a_net(device: torch.device) -> None:
+    net = Net(device)
+    right = expected(net, list(losses_of(net, also_outside).values()))
+    look = filled(net, True)
+    names = [name for name, _ in net.named_parameters()]
+
+    def run(_: int) -> None:
+        for _ in range(10):
+            _, grads = gradkit.value_and_grads(losses_of(net, also_outside), net)
+            for name, like in zip(names, right, strict=True):
+                if like is not None:
+                    assert_same_bits([grads[name]], [like])
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(run, range(4)))
     look()
 
 
