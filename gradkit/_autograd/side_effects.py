@@ -29,7 +29,6 @@ from gradkit._core.user_code import (
 from gradkit._state.grad_attribute import accumulate_all, grads_put_back, set_grad
 from gradkit.errors import UnsupportedGraphError, describe, message
 
-
 # Threads share parameters, and so the `.grad` from which each pass starts.
 _one_thread = RLock()
 

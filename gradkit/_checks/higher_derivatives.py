@@ -214,6 +214,7 @@ class _Probe:
             run_around_backward(node, partial(_run_below_mode, modes))
         self._copies: dict[int, list[_Copy]] = {}  # by the number of the pass
         self._inputs: list[Tensor] | None = None  # what the Function was computed from
+        self._may_be_inputs = False  # what it keeps, and not of its forward pass
 
     def before(self, cotangents: Cotangents) -> Cotangents | None:
         """Return copies of the cotangents, each with a node that made it."""
@@ -221,7 +222,9 @@ class _Probe:
             return None
         copies = self._copies[current_pass()] = []
         kept = kept_tensors(self._node)
-        if kept:
+        inputs = sum(child is None for child, _ in self._node.next_functions)  # without a graph
+        self._may_be_inputs = bool(kept) and len(kept) <= inputs
+        if len(kept) > inputs:
             modes = cast("dict[int, _KeptConstants]", metadata(self._node)[_MODES])
             modes[current_pass()] = _KeptConstants(kept, self._attach)
         return tuple(_with_own_node(cotangent, copies) for cotangent in cotangents)
@@ -262,9 +265,14 @@ class _Probe:
         if not leaves:
             return None
         return tuple(
-            grad.detach() if grad is not None and self._is_constant(grad, oldest) else grad
+            self._constant(grad) if grad is not None and self._is_constant(grad, oldest) else grad
             for grad in grads
         )
+
+    def _constant(self, grad: Tensor) -> Tensor:
+        """Return a gradient that does not depend on the inputs, but perhaps on what is kept."""
+        is_doubtful = self._may_be_inputs and not transforms.differentiated()
+        return self._attach(grad.detach()) if is_doubtful else grad.detach()
 
     def _new_nodes(self, grads: list[Tensor], oldest: int) -> set[Node]:
         """Return the nodes of gradients that are as new as the cotangents'."""

@@ -199,6 +199,32 @@ def test_what_does_not_depend_on_the_inputs_is_accepted(
     torch.testing.assert_close(result, twice(lambda w: right(w).sum() + w.square().sum(), w))
 
 
+def beside_a_target(ctx: Any, x: Tensor, target: Tensor) -> Tensor:
+    p = x.softmax(0)
+    loss = p.logsumexp(0) - x[target]
+    p[target] -= 1
+    ctx.save_for_backward(p)
+    return loss
+
+
+def product(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+    ctx.save_for_backward(x, y)
+    return x * x * y
+
+
+def test_inputs_that_no_one_else_refers_to(device: torch.device) -> None:
+    """Which of the inputs are kept does not show; a gradient that is a constant is doubtful."""
+    w = torch.tensor([1.0, 2.0], device=device)
+    sparsemax: Any = made(beside_a_target, lambda ctx, g: (g * ctx.saved_tensors[0], None))
+    with pytest.raises(gradkit.UnsupportedGraphError, match="Cube, whose backward computes with"):
+        twice(lambda w: sparsemax(w, torch.tensor(0, device=device)), w)
+    multiplied: Any = made(
+        product, lambda ctx, g: (2 * g * ctx.saved_tensors[0] * ctx.saved_tensors[1], None)
+    )
+    result = twice(lambda w: multiplied(w, torch.full_like(w, 3.0)).sum(), w)
+    assert result.tolist() == [6, 6]
+
+
 def test_torch_func_refuses_them_too(device: torch.device) -> None:
     class Cube(torch.autograd.Function):
         generate_vmap_rule = True
