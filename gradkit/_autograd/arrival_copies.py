@@ -265,7 +265,7 @@ def _location(frame: FrameType | None) -> str | None:
         module = frame.f_globals.get("__name__", "")
         if module == CHECKPOINT_MODULE:
             return None  # it recomputes, and writes on what it has made
-        if location is None and not module.startswith("torch."):
+        if location is None and not module.startswith(("torch.", "gradkit.")):
             code = frame.f_code
             location = f"{code.co_qualname} ({code.co_filename}, line {frame.f_lineno})"
         hook = frame.f_locals.get("self") if module == BackwardHook.__module__ else None

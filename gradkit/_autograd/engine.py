@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from gradkit._checks.circumstances import HOOKS, SUBCLASSES, around
-from gradkit._checks.eager_graph import DONATED, freed_message, losses_freed
+from gradkit._checks.eager_graph import DONATED, freed_message, losses_freed, only_backward
 from gradkit._checks.higher_derivatives import refuse_undifferentiable
 from gradkit._checks.hooks_in_passes import any_changed_gradients, refuse_second_order, watched_pass
 from gradkit._checks.modified_tensors import modified_message
@@ -117,7 +117,8 @@ def run_batch(
 
 
 def _refuse_undifferentiable(call: Call) -> AbstractContextManager[None]:
-    return refuse_undifferentiable(call.losses.first_paths, call.whole)
+    variables = [variable for _, _, variable in call.variables()]
+    return refuse_undifferentiable(call.losses.first_paths, call.whole, variables)
 
 
 def run_backward(
@@ -174,6 +175,8 @@ def _raise_named(error: RuntimeError, call: Call) -> None:
         "under selective activation checkpoint": _SELECTIVE,
     }
     reason = next((reason for part, reason in known.items() if part in text), None)
+    if "compatible with .grad()" in text:  # of a checkpoint of another library
+        reason = only_backward()
     reason = reason or missing_derivative(error) or (without and _no_formula(without[1]))
     if reason:
         raise UnsupportedGraphError(message(where, *reason)) from error

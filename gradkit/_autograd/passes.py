@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import islice
@@ -24,6 +24,7 @@ from gradkit._autograd.arrival_copies import (
 )
 from gradkit._autograd.release import plan_release, release
 from gradkit._autograd.sample_pass import Uses, run_samples, uses_by_loss
+from gradkit._autograd.side_effects import WrittenGrads, side_effects_put_back
 from gradkit._checks.checked import is_checked, step_monitor
 from gradkit._checks.circumstances import (
     CREATES_GRAPH,
@@ -39,8 +40,11 @@ from gradkit._checks.eager_graph import check_call, refuse_donated
 from gradkit._checks.higher_derivatives import refuse_undifferentiable
 from gradkit._checks.hooks_in_passes import any_changed_gradients, watched_pass
 from gradkit._checks.modified_tensors import (
+    edges_above_hidden,
     functions_below,
     grad_versions,
+    leaves_of_functions,
+    nodes_of_functions,
     refuse_modified,
     refuse_pre_hooks,
     variables_to_copy,
@@ -52,7 +56,7 @@ from gradkit._compat.distributed import replicated
 from gradkit._compat.nodes import names_by_kind
 from gradkit._compat.transforms import detach_keep_tangent, in_dual_level, transforms, unbatched
 from gradkit._compat.undoing import INSIDE, undo_stack
-from gradkit._core import pytree
+from gradkit._core import pytree, user_code
 from gradkit._core.call import (
     Call,
     Grads,
@@ -118,12 +122,18 @@ class InnerPass:
             stack.enter_context(formulas)
             functions = functions_below(self.below) if functions_alive().users else []
             if create_graph and functions:
-                stack.enter_context(refuse_undifferentiable(lambda: self.where, self.below))
+                graph = self.below, self.variables
+                stack.enter_context(refuse_undifferentiable(lambda: self.where, *graph))
+            leaves = user_code.leaves_of_functions(functions)
+            effects = side_effects_put_back(leaves, (), lambda: self.where, retain=True)
+            written = stack.enter_context(effects) if functions else None
             copied = variables_to_copy_inside(self.variables, functions)
             stack.enter_context(copied_on_arrival(copied))
             if is_checked():
                 stack.enter_context(without_shared_memory(self.below.nodes))
             grads = run()
+            if written is not None:
+                written.refuse(lambda: self.where)
         arrived = [None if grad is None else unbatched(grad) for grad in grads]
         versions = grad_versions(self.variables, arrived, copied)
         if before:  # a gradient may be a cotangent itself
@@ -131,6 +141,18 @@ class InnerPass:
                 versions[index] -= before.get(memory_address(cast("Tensor", arrived[index])), 0)
         refuse_modified(lambda: self.where, self.path, self.variables, self.below, versions)
         return grads
+
+
+def side_effects(
+    call: Call, variables: list[Tensor], *, retain: bool
+) -> AbstractContextManager[WrittenGrads | None]:
+    """Put back what the Functions of a call write beside returning gradients, if it has any."""
+    if not nodes_of_functions(call):
+        return nullcontext()
+    paths, add = call.losses.first_paths, not call.create_graph
+    return side_effects_put_back(
+        leaves_of_functions(call), variables, paths, retain=retain, add=add
+    )
 
 
 def _writes_before(cotangents: Iterable[Tensor | None]) -> dict[int, int]:
@@ -168,24 +190,43 @@ class PassRunner:
         # always share memory.
         call = self.call
         bits = around(call) if call.around is None else call.around
-        copied: list[Tensor] = []
-        versions: dict[int, int] = {}
-        if not bits & GUARDED:
-            grads = engine.run_grad(call, outputs, variables, seeds, retain_graph=retain)
-        else:
-            copied = self.look_for_hooks(variables)
+        if bits & GUARDED:
             args = outputs, seeds, variables
-            with engine.recording(call) if bits & RECORDED else INSIDE, INSIDE:
-                if copied or bits & (OBSERVED | RETAINED):
-                    grads, versions = self._captured_grads(*args, copied, retain=retain)
-                else:
-                    grads = engine.run_grad(call, outputs, variables, seeds, retain_graph=retain)
-        # The pass itself may have registered the first hook of the process.
-        if (bits & USER_CODE or hooks_registered()) and len(copied) < len(variables):
-            versions |= grad_versions(variables, grads, copied)
+            grads, versions = self._guarded_grads(*args, bits, retain=retain)
+        else:
+            grads = engine.run_grad(call, outputs, variables, seeds, retain_graph=retain)
+            # The pass itself may have registered the first hook of the process.
+            versions = grad_versions(variables, grads, ()) if hooks_registered() else {}
         if versions:
             self.refuse_modified(outputs, variables, versions)
         return grads if shared or call.create_graph else owned(grads, variables)
+
+    def _guarded_grads(
+        self,
+        outputs: Sequence[Tensor],
+        seeds: Sequence[Tensor | None],
+        variables: list[Tensor],
+        bits: int,
+        *,
+        retain: bool,
+    ) -> tuple[list[Tensor | None], dict[int, int]]:
+        """Run a pass among what user code may do; return the versions of gradients, too."""
+        call, copied = self.call, self.look_for_hooks(variables)
+        versions: dict[int, int] = {}
+        with side_effects(call, variables, retain=retain) as written, INSIDE:
+            with engine.recording(call) if bits & RECORDED else INSIDE, INSIDE:
+                if copied or written is not None or bits & (OBSERVED | RETAINED):
+                    args = outputs, seeds, variables, copied
+                    grads, versions = self._captured_grads(*args, written, retain=retain)
+                else:
+                    grads = engine.run_grad(call, outputs, variables, seeds, retain_graph=retain)
+            if (bits & USER_CODE or hooks_registered()) and len(copied) < len(variables):
+                versions |= grad_versions(variables, grads, copied)
+            if written is not None:
+                if call.create_graph:
+                    written.refuse(call.losses.first_paths)
+                grads = written.added_to(grads)
+        return grads, versions
 
     def look_for_hooks(self, variables: list[Tensor]) -> list[Tensor]:
         """Return the variables whose gradients are copied as they arrive; looked for once."""
@@ -211,6 +252,7 @@ class PassRunner:
         seeds: Sequence[Tensor | None],
         variables: list[Tensor],
         copied: list[Tensor],
+        written: WrittenGrads | None,
         *,
         retain: bool,
     ) -> tuple[list[Tensor | None], dict[int, int]]:
@@ -223,7 +265,9 @@ class PassRunner:
             finder = None if monitor is None else WriteFinder()
             capture = ArrivalCapture(variables, copied, stack, create_graph=create, finder=finder)
             roots = outputs
-            if capture.needs_number:
+            if written is not None:
+                written.own_pass = capture.own_pass
+            if capture.needs_number or (written is not None and written.summed):
                 roots = stack.enter_context(engine.own_roots(outputs, capture.own_pass.append))
             if finder is not None and around(self.call) & USER_CODE:
                 nodes = self.call.whole.nodes
@@ -242,8 +286,9 @@ class PassRunner:
         """Yield what a pass is for, observed tensors too; every `.grad` is put back afterwards."""
         extra = observed_tensors()
         retained = self.retained((*variables, *(tensor for tensor, _ in extra)))
+        hidden = edges_above_hidden(self.call, variables) if self.call.functions.users else ()
         with grads_put_back(list({id(t): t for t in retained}.values())):
-            yield [*variables, *(edge for _, edge in extra)]
+            yield [*variables, *(edge for _, edge in extra), *hidden]
 
     def retained(self, tensors: Iterable[Tensor] = ()) -> list[Tensor]:
         """Return those tensors, losses and weights whose `.grad` a pass writes [D4]."""
@@ -280,7 +325,13 @@ class PassRunner:
         retain: bool,
     ) -> None:
         """Run one pass that accumulates into `.grad` of some leaves, or of all if None."""
-        engine.run_backward(self.call, outputs, seeds, variables, retain_graph=retain)
+        others: dict[int, Tensor] = {}
+        if variables is not None and self.call.functions.users:
+            ids = set(map(id, variables))
+            hidden = [one.hidden for one in leaves_of_functions(self.call)]
+            others = {key: leaf for each in hidden for key, leaf in each.items() if key not in ids}
+        with grads_put_back([*others.values()]):
+            engine.run_backward(self.call, outputs, seeds, variables, retain_graph=retain)
 
 
 RunnerFactory: TypeAlias = Callable[..., PassRunner]
@@ -433,7 +484,11 @@ def run_in_turn(
             return run_in_turn(call, differentiate, retain, together)
     plans = None
     if not retain and len(call.passes) > 1:
-        plans = plan_release(call, [edge.node for _, edge in observed_tensors()])
+        extra = [edge.node for _, edge in observed_tensors()]
+        if call.functions.users:
+            every = edges_above_hidden(call, (v for _, _, v in call.variables()))
+            extra += [edge.node for edge in every]
+        plans = plan_release(call, extra)
     kept = [retain] * len(call.passes) if plans is None else [plan.retain for plan in plans]
     if retain or len(kept) > 1:  # for a single loss of several elements, the engine says so
         refuse_donated(call, kept)

@@ -9,7 +9,7 @@ from operator import attrgetter, is_not
 
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node
 
 from gradkit._checks.checked import STATISTICS, is_checked
 from gradkit._checks.circumstances import USER_CODE, around
@@ -26,6 +26,7 @@ from gradkit._compat.transforms import data_of
 from gradkit._core import user_code
 from gradkit._core.call import Call
 from gradkit._core.graph import KEEP_HISTORY, Subgraph, edge, leaf_tensors, nodes_of_types
+from gradkit._core.user_code import FunctionLeaves
 from gradkit._torch_bugs.missing import Reason
 from gradkit.errors import UnsupportedGraphError, describe, message
 
@@ -133,6 +134,26 @@ def nodes_of_functions(call: Call) -> list[Node]:
             roots = [call.outputs[index] for index in call.differentiated]
             call.function_nodes = nodes_of_types(roots, user_code.most_nodes_of_users())
     return call.function_nodes
+
+
+def leaves_of_functions(call: Call) -> list[FunctionLeaves]:
+    """Return the leaves whose `.grad` the backward of each Function of a call may write."""
+    if call.function_leaves is None:
+        call.function_leaves = user_code.leaves_of_functions(nodes_of_functions(call))
+    return call.function_leaves
+
+
+def functions_above_hidden(call: Call, variables: Iterable[Tensor]) -> list[Node]:
+    """Return the nodes of Functions that may write `.grad` of variables, which they hide."""
+    ids = set(map(id, variables)) if call.functions.users else set()
+    every = leaves_of_functions(call) if ids else ()
+    return [one.node for one in every if not ids.isdisjoint(one.hidden)]
+
+
+def edges_above_hidden(call: Call, variables: Iterable[Tensor]) -> list[GradientEdge]:
+    """Return edges, gradients for which lead through those Functions."""
+    edges = [one.next_functions for one in functions_above_hidden(call, variables)]
+    return [next(GradientEdge(child, nr) for child, nr in each if child) for each in edges]
 
 
 def functions_below(below: Subgraph) -> list[Node]:

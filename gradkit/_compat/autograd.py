@@ -12,6 +12,7 @@ from logging import DEBUG, getLogger
 from operator import attrgetter, methodcaller
 from threading import get_ident
 from typing import Any, TypeAlias, cast
+from weakref import ref
 
 import torch
 import torch._utils
@@ -135,9 +136,16 @@ def storage_key(tensor: Tensor) -> int:
     return key
 
 
-def run_in_place_of_backward(node: Node, backward: Callable[..., Any]) -> None:
-    """Let passes run a function in place of the backward of a Function's node."""
-    cast("Any", node).apply = backward  # which the engine looks up. Run on torch 2.13.
+def run_around_backward(node: Node, around: Callable[..., Any]) -> None:
+    """Let passes call `around(run, *cotangents)` where they would `run` a Function's backward."""
+    # The engine looks `apply` up on the node, to which nothing here may refer. Run on torch 2.13.
+    reference, inner = ref(node), vars(node).get("apply")
+
+    def run(*cotangents: Tensor | None) -> Any:
+        function: Any = reference()
+        return type(function).apply(function, *cotangents)
+
+    cast("Any", node).apply = partial(around, inner or run)
 
 
 def operator_schema(func: Any) -> Any:
