@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, compress
@@ -32,7 +32,7 @@ from gradkit._core.params import Grads, Tensors, refuse_distributed
 from gradkit._core.pytree import PyTree, Structure
 from gradkit._core.user_code import captured_by
 from gradkit._state.copy_on_write import CopyOnWrite, CopyOnWriteMode
-from gradkit._state.module_state import ModuleSnapshot, alone_with, modules_put_back
+from gradkit._state.module_state import ModuleSnapshot, alone, keeping_state, modules_put_back
 from gradkit._state.rerun import RerunState, recording_writes
 from gradkit._torch_bugs.monitor import ForwardMonitor, OpMonitor
 from gradkit.errors import UnsupportedGraphError, describe, message
@@ -95,7 +95,7 @@ def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
         modules = [one for one in captured_by(*roots) if isinstance(one, nn.Module)]
         for module in modules:
             refuse_distributed(module, lambda: "fn")
-        with alone_with(*modules):
+        with alone() if modules else nullcontext(), keeping_state():
             return named_errors(_Rerun(fn, args, kwargs, roots, modules).first_run)
 
     return call
