@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import lru_cache, partial
-from itertools import chain, islice
+from itertools import islice
 from operator import is_
 from threading import Condition
 from types import SimpleNamespace
@@ -18,7 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from gradkit._compat.autograd import calling_thread
-from gradkit._compat.transforms import is_transform_tensor, transforms
+from gradkit._compat.transforms import (
+    is_of_ended_transform,
+    is_transform_tensor,
+    transforms,
+    without_ended_levels,
+)
 from gradkit._compat.undoing import undo_stack, undone
 from gradkit._state import rng
 from gradkit._state.tensor_state import TensorState
@@ -26,7 +31,7 @@ from gradkit._state.tensor_state import TensorState
 # The blocks of the one thread whose turn it is, with its number. The engine's threads take the turn
 # of the thread that waits for their pass, which a lock of the library would not let them.
 _turns: list[tuple[int, object]] = []
-_turn_has_changed = Condition()
+_turns_changed = Condition()
 
 
 @contextmanager
@@ -40,14 +45,14 @@ def alone() -> Iterator[None]:
     block = calling_thread(), object()
 
     def end() -> None:
-        with _turn_has_changed:
+        with _turns_changed:
             if block in _turns:
                 _turns.remove(block)
-            _turn_has_changed.notify_all()
+            _turns_changed.notify_all()
 
     with undone(end):
-        with _turn_has_changed:
-            _turn_has_changed.wait_for(lambda: all(one[0] == block[0] for one in _turns))
+        with _turns_changed:
+            _turns_changed.wait_for(lambda: all(one[0] == block[0] for one in _turns))
             _turns.append(block)
         yield
 
@@ -55,52 +60,13 @@ def alone() -> Iterator[None]:
 _OF_EVERY_MODULE = list(vars(nn.Module()))
 _TORCHS = frozenset(_OF_EVERY_MODULE)
 _HOOK_TABLES = [name for name in _OF_EVERY_MODULE if name.endswith("hooks")]
-_LAST = len(_OF_EVERY_MODULE) - 1
 _TABLES = ["_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"]
 _CONTAINERS = frozenset({list, dict, OrderedDict, defaultdict, Counter, set, deque})
+_LIBRARIES = frozenset({"torch", "numpy", "gradkit", *sys.stdlib_module_names})
 _DEPTH, _LONGEST = 5, 10_000  # what is longer is data, and no state
 LARGEST_STATE = 1 << 16  # elements of a tensor; a larger one is data, too
 
-Attributes: TypeAlias = list[tuple[str, Any]]
-Restored: TypeAlias = list[tuple[Any, Any]]  # a container, and a copy of it
-
-
-def _own_attributes(attributes: dict[str, Any]) -> Attributes:
-    """Return the attributes of a part that not every module has."""
-    # As long as its constructor begins with that of nn.Module, its own attributes come last.
-    if next(islice(attributes, _LAST, None), None) == _OF_EVERY_MODULE[_LAST]:
-        return list(islice(attributes.items(), _LAST + 1, None))
-    return [(name, x) for name, x in attributes.items() if name not in _TORCHS]
-
-
-def _reachable(part: str, attributes: Attributes) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors, and the containers, in attributes of a part, with their paths."""
-    seen: set[int] = set()
-    prefix = f"module.{part}." if part else "module."
-    level = [(prefix + name, x) for name, x in attributes if _kind(type(x)) is not None]
-    for _ in range(_DEPTH):
-        below: Attributes = []
-        for path, value in level:
-            kind = _kind(type(value))
-            if kind is None or id(value) in seen:
-                continue
-            seen.add(id(value))
-            if kind is Tensor:
-                yield path, value
-                continue
-            container = vars(value) if kind is object else value
-            if len(container) > _LONGEST:
-                continue
-            yield path, container
-            if isinstance(container, dict):
-                form = "{}.{}" if kind is object else "{}[{!r}]"
-                below += [(form.format(path, key), x) for key, x in container.items()]
-            else:
-                below += [(f"{path}[{index}]", x) for index, x in enumerate(container)]
-        level = below
-
-
-_LIBRARIES = frozenset({"torch", "numpy", "gradkit", *sys.stdlib_module_names})
+_Attributes: TypeAlias = list[tuple[str, Any]]
 
 
 @lru_cache(maxsize=4096)
@@ -110,9 +76,31 @@ def _kind(cls: type) -> type | None:
         return Tensor
     if cls in _CONTAINERS or (issubclass(cls, tuple) and cls is not torch.Size):
         return cls
-    is_state = cls is SimpleNamespace or cls.__module__.partition(".")[0] not in _LIBRARIES
-    has_attributes = cls.__dictoffset__ and not issubclass(cls, nn.Module | type)
-    return object if is_state and has_attributes else None
+    is_users = cls is SimpleNamespace or cls.__module__.partition(".")[0] not in _LIBRARIES
+    return object if is_users and not issubclass(cls, nn.Module | type) else None
+
+
+def _reachable(attributes: _Attributes) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors, and the containers, in attributes, with their paths."""
+    seen: set[int] = set()
+    for _ in range(_DEPTH):
+        below: _Attributes = []
+        for path, value in attributes:
+            kind = _kind(type(value))
+            if kind is None or id(value) in seen:
+                continue
+            seen.add(id(value))
+            if kind is Tensor:
+                yield path, value
+                continue
+            container = getattr(value, "__dict__", ()) if kind is object else value
+            if len(container) > _LONGEST:
+                continue
+            yield path, container
+            form = "{}.{}" if kind is object else "{}[{!r}]"
+            pairs = container.items() if isinstance(container, dict) else enumerate(container)
+            below += [(form.format(path, key), x) for key, x in pairs]
+        attributes = below
 
 
 class ModuleSnapshot:
@@ -121,70 +109,58 @@ class ModuleSnapshot:
     def __init__(self, module: nn.Module, *, hooks: bool = False) -> None:
         self.module = module
         self.parts = list(module.named_modules())  # it and all below, once, by the first name
-        self._attributes: Restored = []
-        self._tables: Restored = []  # torch's own
-        self._kept: Restored = []  # those in other attributes
-        self.tensors: dict[int, tuple[str, Tensor]] = {}  # in those attributes, with their paths
+        self._attributes = [(vars(part), vars(part).copy()) for _, part in self.parts]
+        self._params = [dict(part._parameters) for _, part in self.parts]
         names = _TABLES + _HOOK_TABLES if hooks else _TABLES
-        for name, part in self.parts:
-            attributes = vars(part)
-            self._attributes.append((attributes, attributes.copy()))
-            tables = [attributes[name] for name in names if name in attributes]
-            self._tables += [(x, x.copy()) for x in tables if type(x) in _CONTAINERS]
-            own = _own_attributes(attributes)
-            if own:
-                self._add(name, own)
-        # In a transform, a copy would be of its level.
-        is_plain = not (transforms() or rng.is_capturing())
-        every = (x for _, x in self.tensors.values() if is_plain and not is_transform_tensor(x))
-        small = (x for x in every if x.numel() <= LARGEST_STATE and not x.requires_grad)
+        tables = [own[name] for own, _ in self._attributes for name in names if name in own]
+        self._tables = [(x, x.copy()) for x in tables if type(x) in _CONTAINERS]
+        every = list(_reachable(list(self._own_attributes())))
+        self._kept = [(x, x.copy()) for _, x in every if not isinstance(x, Tensor | tuple)]
+        # The tensors in attributes that not every module has, by id, with their paths.
+        self.tensors = {id(x): (path, x) for path, x in every if isinstance(x, Tensor)}
+        is_plain = not (transforms() or rng.is_capturing())  # a copy would be of a transform
+        values = (x for _, x in self.tensors.values() if is_plain and not is_transform_tensor(x))
+        small = (x for x in values if x.numel() <= LARGEST_STATE and not x.requires_grad)
         self._values = TensorState(small)
 
-    def _add(self, name: str, attributes: Attributes) -> None:
-        for path, value in _reachable(name, attributes):
-            if isinstance(value, Tensor):
-                self.tensors.setdefault(id(value), (path, value))
-            elif not isinstance(value, tuple):
-                self._kept.append((value, value.copy()))
-
-    def kept_now(self) -> dict[int, tuple[str, Tensor]]:
-        """Return the tensors that are in attributes of the parts now, and were not before."""
-        now: dict[int, tuple[str, Tensor]] = {}
+    def _own_attributes(self) -> Iterator[tuple[str, Any]]:
+        """Yield the attributes of the parts that not every module has, with their paths."""
+        last = len(_OF_EVERY_MODULE) - 1
         for name, part in self.parts:
-            for path, value in _reachable(name, _own_attributes(vars(part))):
-                if isinstance(value, Tensor) and id(value) not in self.tensors:
-                    now[id(value)] = path, value
-        return now
+            attributes, prefix = vars(part), f"module.{name}." if name else "module."
+            # As long as its constructor begins with that of nn.Module, its own come last.
+            if next(islice(attributes, last, None), None) == _OF_EVERY_MODULE[last]:
+                for key, x in islice(attributes.items(), last + 1, None):
+                    yield prefix + key, x
+            else:
+                yield from (
+                    (prefix + key, x) for key, x in attributes.items() if key not in _TORCHS
+                )
 
-    def changed_attributes(self) -> Iterator[tuple[dict[str, Any], str]]:
-        """Yield the tables, and keys there, of attributes that are other objects now."""
-        for attributes, copy in self._attributes:
-            for name, value in attributes.items():
-                if copy.get(name) is not value:
-                    yield attributes, name
-
-    def new_attributes(self) -> Iterator[tuple[str, Any]]:
-        """Yield the attributes of the parts that are other objects now, with their paths."""
-        for (name, part), (_, copy) in zip(self.parts, self._attributes, strict=True):
-            attributes = vars(part)
+    def new_attributes(self) -> Iterator[tuple[str, dict[str, Any], str]]:
+        """Yield the attributes that are other objects now: path, table and key."""
+        for (name, _), (attributes, copy) in zip(self.parts, self._attributes, strict=True):
             if not _is_same_table(attributes, copy):
                 prefix = f"module.{name}." if name else "module."
-                own = _own_attributes(attributes)
-                yield from ((prefix + key, x) for key, x in own if copy.get(key) is not x)
+                new = [key for key, x in attributes.items() if copy.get(key) is not x]
+                yield from ((prefix + key, attributes, key) for key in new)
+
+    def new_tensors(self) -> dict[int, tuple[str, Tensor]]:
+        """Return the tensors that are in attributes now, and were not before, as `tensors`."""
+        now = _reachable(list(self._own_attributes()))
+        pairs = ((path, x) for path, x in now if isinstance(x, Tensor))
+        return {id(x): (path, x) for path, x in pairs if id(x) not in self.tensors}
 
     def replaced_params(self) -> Iterator[Tensor]:
         """Yield the parameters in whose place the parts have others now."""
-        tables = [(attributes["_parameters"], id(copy["_parameters"])) for attributes, copy in self._attributes]
-        before = {id(table): copy for table, copy in self._tables}
-        for table, key in tables:
-            for name, x in before.get(key, {}).items():
-                if x is not None and table.get(name) is not x:
-                    yield x
+        for (_, part), before in zip(self.parts, self._params, strict=True):
+            now = part._parameters
+            yield from (x for k, x in before.items() if x is not None and now.get(k) is not x)
 
     @contextmanager
-    def call(self) -> Iterator[None]:
+    def of_call(self) -> Iterator[None]:
         """Put back what torch keeps in modules after a block, and the rest, too, if it raises."""
-        with undone(self.restore_tables):
+        with undone(self._restore_tables):
             try:
                 yield
             except BaseException:
@@ -193,14 +169,15 @@ class ModuleSnapshot:
 
     def restore(self) -> None:
         """Put back all that has changed."""
-        for container, copy in chain(self._attributes, self._tables):
-            _restore(container, copy)
+        for attributes, copy in self._attributes:
+            _restore(attributes, copy)
+        self._restore_tables()
         self.restore_kept()
 
-    def restore_tables(self) -> None:
+    def _restore_tables(self) -> None:
         """Put back what torch keeps in every module: parameters, buffers, parts, the mode."""
         for attributes, copy in self._attributes:
-            if not all(map(is_, islice(attributes.values(), _LAST + 1), copy.values())):
+            if not _is_same_table(attributes, copy):
                 attributes.update({name: copy[name] for name in _OF_EVERY_MODULE if name in copy})
         for container, copy in self._tables:
             _restore(container, copy)
@@ -214,6 +191,10 @@ class ModuleSnapshot:
         for container, copy in self._kept:
             _restore(container, copy)
         self._values.restore(by_version=True)  # a device need not be waited for
+        for _, part in self.parts:
+            own = part._buffers
+            ended = [k for k, x in own.items() if x is not None and is_of_ended_transform(x)]
+            own.update({key: without_ended_levels(own[key]) for key in ended})
 
 
 def _is_same_table(now: dict[str, Any], copy: dict[str, Any]) -> bool:
@@ -225,13 +206,10 @@ def _restore(container: Any, copy: Any) -> None:
     # One with the same keys keeps its size, and is never empty: the caller, or another thread, may
     # be iterating over it.
     if isinstance(container, dict) and list(islice(container, len(copy))) == list(copy):
-        if not all(map(is_, container.values(), copy.values())):
-            container.update(copy)
+        container.update(copy)
         for key in list(islice(container, len(copy), None)):
             del container[key]
-    elif not isinstance(container, dict) and _is_same(container, copy):
-        return
-    else:
+    elif isinstance(container, dict) or not _is_same(container, copy):
         container.clear()
         (container.extend if isinstance(container, list | deque) else container.update)(copy)
 
@@ -242,33 +220,27 @@ def _is_same(container: Any, copy: Any) -> bool:
     return len(container) == len(copy) and all(map(is_, container, copy))
 
 
+_Restore: TypeAlias = Callable[[ModuleSnapshot], None]
+Made: TypeAlias = dict[int, tuple[Tensor, list[Tensor]]]  # by id
+
+
 class KeptState:
     """What modules keep in attributes during a call of gradkit, until it ends."""
 
-    def __init__(self, end: ExitStack, restore: Callable[[ModuleSnapshot], None]) -> None:
+    def __init__(self, end: ExitStack, restore: _Restore) -> None:
         self._end, self._restore = end, restore
         self.snapshots: dict[int, ModuleSnapshot] = {}  # by id of a module
         # Tensors that calls of modules have left, with the parameters that they were made with.
-        self.made: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        self.made: Made = {}
 
     def add(self, module: nn.Module, *, hooks: bool = False) -> ModuleSnapshot | None:
         """Put back a module at the end; return its snapshot, None if it has one already."""
         if id(module) in self.snapshots:
             return None
         self._end.enter_context(alone())
-        snapshot = ModuleSnapshot(module, hooks=hooks)
-        self.snapshots[id(module)] = snapshot
+        snapshot = self.snapshots[id(module)] = ModuleSnapshot(module, hooks=hooks)
         self._end.enter_context(undone(partial(self._restore, snapshot)))
         return snapshot
-
-    def note(self, snapshot: ModuleSnapshot, given: list[Tensor]) -> None:
-        """Note which tensors a call with these parameters has left."""
-        self.made |= {key: (x, given) for key, (_, x) in snapshot.kept_now().items()}
-
-    def kept_now(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that modules keep now, and did not before, with their paths."""
-        for snapshot in self.snapshots.values():
-            yield from snapshot.kept_now().values()
 
     def put_back(self) -> None:
         """Let the modules keep what they did before the call."""
@@ -280,35 +252,23 @@ class KeptState:
 _state_now: ContextVar[KeptState | None] = ContextVar("state_now", default=None)
 
 
-@contextmanager
-def keeping_state(
-    *modules: nn.Module, restore: Callable[[ModuleSnapshot], None] = ModuleSnapshot.restore_kept
-) -> Iterator[KeptState]:
-    """Let modules keep what they assign to attributes until the outermost such block ends."""
-    outer = _state_now.get()
-    if outer is not None:
-        for module in modules:
-            outer.add(module)
-        yield outer
-        return
-    with _new_state(restore) as state:
-        for module in modules:
-            state.add(module)
-        yield state
-
-
-@contextmanager
-def _new_state(restore: Callable[[ModuleSnapshot], None]) -> Iterator[KeptState]:
-    before = _state_now.get()
-    with undo_stack() as end, undone(partial(_state_now.set, before)):
-        state = KeptState(end, restore)
-        _state_now.set(state)
-        yield state
-
-
 def state_now() -> KeptState | None:
     """Return what the outermost call of gradkit lets modules keep, if one is around."""
     return None if torch.compiler.is_compiling() else _state_now.get()
+
+
+def keeping_state() -> AbstractContextManager[KeptState]:
+    """Return a block at whose end modules lose what they have kept, if it is the outermost."""
+    outer = _state_now.get()
+    return _new_state(ModuleSnapshot.restore_kept) if outer is None else nullcontext(outer)
+
+
+@contextmanager
+def _new_state(restore: _Restore) -> Iterator[KeptState]:
+    with undo_stack() as end, undone(partial(_state_now.set, _state_now.get())):
+        state = KeptState(end, restore)
+        _state_now.set(state)
+        yield state
 
 
 @contextmanager

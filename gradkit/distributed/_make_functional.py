@@ -223,7 +223,8 @@ def gathering(module: nn.Module, params: Mapping[int, ShardedParam]) -> Iterator
             attributes.update(before)
         gathered.clear()
 
-    with keeping_state(module), undone(put_back):
+    with keeping_state() as state, undone(put_back):
+        state.add(module)
         for part in module.modules():
             attributes = vars(part)
             new = distributed.without_hooks(part)

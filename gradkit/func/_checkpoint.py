@@ -34,6 +34,7 @@ from gradkit._core.user_code import captured_by
 from gradkit._state.copy_on_write import CopyOnWrite, CopyOnWriteMode
 from gradkit._state.module_state import ModuleSnapshot, alone, keeping_state, modules_put_back
 from gradkit._state.rerun import RerunState, recording_writes
+from gradkit._state.stale_reads import stale_reads_refused
 from gradkit._torch_bugs.monitor import ForwardMonitor, OpMonitor
 from gradkit.errors import UnsupportedGraphError, describe, message
 from gradkit.func._errors import named_errors
@@ -217,8 +218,8 @@ class _Rerun:
 
     def _read_attributes(self, inputs: dict[int, Tensor]) -> None:
         """Note which attributes of modules a run has assigned that are tensors with a graph."""
-        pairs = chain.from_iterable(one.changed_attributes() for one in self._snapshots)
-        for table, key in {(id(table), key): (table, key) for table, key in pairs}.values():
+        new = chain.from_iterable(one.new_attributes() for one in self._snapshots)
+        for table, key in {(id(table), key): (table, key) for _, table, key in new}.values():
             value = table[key] = _replaced(table[key], inputs)  # an LSTM lists its weights anew
             is_new = isinstance(value, Tensor) and id(value) not in self._reachable
             if is_new and varies(value):
@@ -284,7 +285,8 @@ class _Rerun:
                 changed += [(table, key, x) for key, x in table.items() if id(x) in new]
             for table, key, before in changed:
                 table[key] = new[id(before)]
-            with _Substitution(new), INSIDE:
+            stale = stale_reads_refused(self._snapshots, substitutes=new)
+            with stale, _Substitution(new), INSIDE:
                 yield
 
     @contextmanager

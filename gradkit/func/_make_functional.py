@@ -24,15 +24,9 @@ from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.params import refuse_distributed, require_tensor
 from gradkit._core.user_code import captured_by, may_compute
 from gradkit._state.copy_on_write import CopyOnWrite, CopyOnWriteMode, is_in_place
-from gradkit._state.module_state import (
-    ModuleSnapshot,
-    TensorSlots,
-    alone,
-    keeping_state,
-    state_now,
-)
+from gradkit._state.module_state import ModuleSnapshot, TensorSlots, alone, keeping_state, state_now
 from gradkit._state.recomputed_tensors import is_recomputed
-from gradkit._state.stale_reads import stale_reads_refused_in_call
+from gradkit._state.stale_reads import stale_reads_refused
 from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError, describe, message
 
 Named: TypeAlias = dict[str, Tensor]
@@ -160,8 +154,9 @@ def _run_on(
     around = state_now()
     with keeping_state() as state:
         snapshot = state.add(module) or ModuleSnapshot(module)
-        stale = stale_reads_refused_in_call(state, snapshot, list(given.values()))
-        with snapshot.call():
+        tensors = list(given.values())
+        stale = stale_reads_refused([snapshot], made=state.made, given=tensors)
+        with snapshot.of_call():
             guard = ReadOnly(given.values(), replaced)
             with guard, stale, own, own_parametrized_values(), INSIDE:
                 slots = TensorSlots(snapshot.parts)
@@ -177,7 +172,8 @@ def _run_on(
         if replaced:
             _refuse_later(out, snapshot, replaced)
         if around is not None:
-            state.note(snapshot, list(given.values()))
+            new_tensors = snapshot.new_tensors().items()
+            state.made |= {key: (x, tensors) for key, (_, x) in new_tensors}
         return result
 
 
@@ -185,7 +181,8 @@ def _refuse_later(out: Any, snapshot: ModuleSnapshot, replaced: Sequence[Tensor]
     """Raise if what a module has returned, or kept, would compute with its own parameters later."""
     leaves, spec = pytree.flatten(out)
     values = [(pytree.path(spec, i, "out"), x) for i, x in enumerate(leaves) if may_compute(x)]
-    for path, value in snapshot.new_attributes():
+    for path, table, key in snapshot.new_attributes():
+        value = table[key]
         inside = () if isinstance(value, Tensor) else pytree.flatten(value)[0]
         parts = (x for x in inside if not isinstance(x, nn.Module))  # a list of them computes not
         values += [(path, x) for x in parts if may_compute(x)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -293,12 +294,13 @@ def staged_value_and_grads(
 
 
 def _refuse_kept(captured: Tensors, variables: Tensors) -> None:
-    """Raise if a loss uses what `encode` has computed otherwise than by the outputs it was given."""
+    """Raise if a loss uses what `encode` has computed, otherwise than by its outputs."""
     ids = set(map(id, variables))
     if ids.isdisjoint(Subgraph(captured).leaves):
         return
     state = state_now()
-    kept = [] if state is None else state.kept_now()
+    snapshots = state.snapshots.values() if state else ()
+    kept = chain.from_iterable(one.new_tensors().values() for one in snapshots)
     reached = (path for path, x in kept if not ids.isdisjoint(Subgraph([x]).leaves))
     expected = "a loss of what encode returns"
     got = "one that uses what encode has left, of its last chunk: its gradient would be lost"
