@@ -232,15 +232,20 @@ class KeptState:
         self.snapshots: dict[int, ModuleSnapshot] = {}  # by id of a module
         # Tensors that calls of modules have left, with the parameters that they were made with.
         self.made: Made = {}
+        self.replaced: set[int] = set()  # the ids of parameters that calls had others for
+        # Of modules that a checkpoint has put other tensors into: their state before it did.
+        self.before: dict[int, ModuleSnapshot] = {}
 
     def add(self, module: nn.Module, *, hooks: bool = False) -> ModuleSnapshot | None:
         """Put back a module at the end; return its snapshot, None if it has one already."""
         if id(module) in self.snapshots:
             return None
         self._end.enter_context(alone())
-        snapshot = self.snapshots[id(module)] = ModuleSnapshot(module, hooks=hooks)
+        before = self.before.get(id(module))
+        snapshot = before or ModuleSnapshot(module, hooks=hooks)
+        self.snapshots[id(module)] = snapshot
         self._end.enter_context(undone(partial(self._restore, snapshot)))
-        return snapshot
+        return None if before else snapshot
 
     def put_back(self) -> None:
         """Let the modules keep what they did before the call."""
@@ -265,8 +270,11 @@ def keeping_state() -> AbstractContextManager[KeptState]:
 
 @contextmanager
 def _new_state(restore: _Restore) -> Iterator[KeptState]:
-    with undo_stack() as end, undone(partial(_state_now.set, _state_now.get())):
+    outer = _state_now.get()
+    with undo_stack() as end, undone(partial(_state_now.set, outer)):
         state = KeptState(end, restore)
+        if outer is not None:
+            state.replaced = outer.replaced
         _state_now.set(state)
         yield state
 

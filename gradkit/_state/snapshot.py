@@ -77,7 +77,8 @@ def put_back(*functions: object) -> Iterator[None]:
     captured = captured_by(*functions)
     with keeping_state() as state:
         new = [state.add(module, hooks=True) for module in unscripted(captured)]
-        with stale_reads_refused(filter(None, new)), _put_back_on_error(captured, new):
+        stale = stale_reads_refused(filter(None, new), state=state)
+        with stale, _put_back_on_error(captured, new):
             yield
 
 

@@ -17,7 +17,7 @@ from gradkit._compat.transforms import is_of_ended_transform, varies
 from gradkit._core import pytree
 from gradkit._core.graph import Subgraph
 from gradkit._state.copy_on_write import tensors_in
-from gradkit._state.module_state import Made, ModuleSnapshot
+from gradkit._state.module_state import KeptState, ModuleSnapshot
 from gradkit.errors import UnsupportedGraphError, message
 
 _Kept: TypeAlias = Mapping[int, tuple[str, Tensor]]  # by id: the path of a tensor, and itself
@@ -59,14 +59,14 @@ _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 def stale_reads_refused(
     snapshots: Iterable[ModuleSnapshot],
     *,
-    made: Made | None = None,
+    state: KeptState | None = None,
     given: Sequence[Tensor] = (),
     substitutes: Mapping[int, Tensor] | None = None,
 ) -> AbstractContextManager[object]:
     """Return what raises where a module reads what a pass with other params has left in it."""
-    # Calls have `made` some tensors, with params that need not be the `given` ones. Others are from
-    # before, or have `substitutes`, by id.
-    every, made = list(snapshots), made or {}
+    # In a `state`, calls have made some tensors, with params that need not be the `given` ones.
+    # Others are from before it, or have `substitutes`, by id.
+    every, made = list(snapshots), {} if state is None else state.made
     left = {key: pair for one in every for key, pair in one.tensors.items()}
     kept = {k: (path, x) for k, (path, x) in left.items() if k in made or _is_of_a_pass(x)}
     for key in kept.keys() & (substitutes or {}).keys():
@@ -76,8 +76,9 @@ def stale_reads_refused(
 
     def is_stale(tensor: Tensor) -> bool:
         if id(tensor) in made:
-            return varies(tensor) and any(map(is_not, made[id(tensor)][1], given))
+            return varies(tensor) and any(map(is_not, made[id(tensor)][1], given))  # if in a call
         replaced = {id(x) for one in every for x in one.replaced_params()}
+        replaced |= set() if state is None else state.replaced
         if is_of_ended_transform(tensor):
             return bool(replaced) and tensor.requires_grad
         return not replaced.isdisjoint(Subgraph([tensor]).leaves)

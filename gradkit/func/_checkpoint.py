@@ -32,7 +32,13 @@ from gradkit._core.params import Grads, Tensors, refuse_distributed
 from gradkit._core.pytree import PyTree, Structure
 from gradkit._core.user_code import captured_by
 from gradkit._state.copy_on_write import CopyOnWrite, CopyOnWriteMode
-from gradkit._state.module_state import ModuleSnapshot, alone, keeping_state, modules_put_back
+from gradkit._state.module_state import (
+    KeptState,
+    ModuleSnapshot,
+    alone,
+    keeping_state,
+    modules_put_back,
+)
 from gradkit._state.rerun import RerunState, recording_writes
 from gradkit._state.stale_reads import stale_reads_refused
 from gradkit._torch_bugs.monitor import ForwardMonitor, OpMonitor
@@ -96,8 +102,8 @@ def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
         modules = [one for one in captured_by(*roots) if isinstance(one, nn.Module)]
         for module in modules:
             refuse_distributed(module, lambda: "fn")
-        with alone() if modules else nullcontext(), keeping_state():
-            return named_errors(_Rerun(fn, args, kwargs, roots, modules).first_run)
+        with alone() if modules else nullcontext(), keeping_state() as state:
+            return named_errors(_Rerun(fn, args, kwargs, roots, modules, state).first_run)
 
     return call
 
@@ -170,7 +176,13 @@ class _Rerun:
     """One call of a function: what its first run had, for the second."""
 
     def __init__(
-        self, fn: Callable[..., Any], args: Any, kwargs: Any, roots: list[Any], modules: list[Any]
+        self,
+        fn: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        roots: list[Any],
+        modules: list[Any],
+        state: KeptState,
     ) -> None:
         self._fn, self._roots, self._modules = fn, roots, modules
         self._given, self._rebuild = pytree.partition_tensors((args, kwargs))
@@ -184,6 +196,7 @@ class _Rerun:
         monitors = (OpMonitor, ForwardMonitor)
         self._monitored = any(isinstance(mode, monitors) for mode in levels.function_modes())
         self._snapshots = list(map(ModuleSnapshot, modules))
+        state.before |= {id(one.module): one for one in self._snapshots}
         self._cells = _contents(_cells(fn, {}).values())
         self._assigned: list[tuple[dict[str, Any], str]] = []
         self._state = RerunState([*self._given, *self._values])

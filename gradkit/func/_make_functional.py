@@ -155,7 +155,8 @@ def _run_on(
     with keeping_state() as state:
         snapshot = state.add(module) or ModuleSnapshot(module)
         tensors = list(given.values())
-        stale = stale_reads_refused([snapshot], made=state.made, given=tensors)
+        stale = stale_reads_refused([snapshot], state=state, given=tensors)
+        state.replaced |= set(map(id, replaced))
         with snapshot.of_call():
             guard = ReadOnly(given.values(), replaced)
             with guard, stale, own, own_parametrized_values(), INSIDE:
