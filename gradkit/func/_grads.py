@@ -41,7 +41,8 @@ def value_and_grads(
 
     What `gradkit.value_and_grads` does for losses that exist, with the same bits wherever
     torch.func has them (not for an LSTM on the CPU, for one). It may stand inside and around
-    torch.func's transforms and torch.compile.
+    torch.func's transforms and torch.compile. What the modules of `fn` keep in attributes lasts
+    until the outermost call of gradkit ends; if one raises, everything is as before.
 
     Example:
         >>> import torch, gradkit

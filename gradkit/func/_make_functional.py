@@ -50,8 +50,9 @@ def make_functional(module: nn.Module) -> tuple[ModuleCall, Named, Named]:
 
     Args:
         module: Any module of this process; its mode and attributes at the time of a call count. A
-            call puts its tensors into the module while it runs: calls of other threads wait, but
-            the module itself must not run there meanwhile.
+            call puts its tensors into the module while it runs: calls of other threads, of any
+            module, wait (so that a forward pass that waits for one waits for ever), but the module
+            itself must not run there meanwhile.
 
     Returns:
         `(call, params, buffers)`. `params` are the module's own parameters by name, a tied one by
@@ -59,10 +60,13 @@ def make_functional(module: nn.Module) -> tuple[ModuleCall, Named, Named]:
 
         `call(params, buffers, *args, **kwargs)` returns `(out, new_buffers)`, where `out` is what
         the module returns for these tensors. It changes neither the module nor the trees it is
-        given, also if it raises: `StructureError` for trees of other names, `LeafTypeError` for
-        what is no tensor, and `UnsupportedGraphError` if the module runs a non-reentrant checkpoint
-        in an eager graph (which would recompute with the module's own parameters), or assigns one
-        of two names of a buffer.
+        given, also if it raises. What the module keeps in attributes, such as an auxiliary loss or
+        a state, the function that made the call reads, and its next call starts from, until the
+        outermost call of gradkit ends. It raises `StructureError` for trees of other names,
+        `LeafTypeError` for what is no tensor, and `UnsupportedGraphError` if the module runs a
+        non-reentrant checkpoint in an eager graph (which would recompute with the module's own
+        parameters), assigns one of two names of a buffer, returns or keeps what would compute
+        later with its own parameters, or reads what a pass with other parameters left in it.
 
     Raises:
         LeafTypeError: It is no module, or a lazy one that has not run yet.

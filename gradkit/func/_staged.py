@@ -237,8 +237,9 @@ def staged_value_and_grads(
 
     Raises:
         StructureError: Tensors of the batch, or outputs of `encode`, without one first dimension.
-        UnsupportedGraphError: It is called inside a transform or under torch.compile; or a chunk
-            gave another result when it was encoded again.
+        UnsupportedGraphError: It is called inside a transform or under torch.compile; a chunk gave
+            another result when it was encoded again; or `loss` uses what `encode` has left in an
+            attribute or a list.
         GradkitError: As in `value_and_grads`.
 
     Source:

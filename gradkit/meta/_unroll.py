@@ -98,8 +98,8 @@ def unroll(
             each step's parameters and batch, and runs the step again in the backward pass; an int n
             keeps those of every n-th step, and runs each step twice more. Inside a torch.func
             transform everything is stored. The results differ by rounding. Random numbers, and
-            memory that a step writes to, are as if it had run once; assigning to an attribute, or
-            appending to a list, happens again.
+            memory that a step writes to, are as if it had run once; assigning to an attribute of
+            what is no module, or appending to a list, happens again.
         first_order: Treat the inner gradients as constants, as FOMAML does. No graph of the inner
             loss is kept, so that `values` and `buffers` are constants, too, unless
             `grad_transform` takes three arguments: `values` may be used to train it.
