@@ -12,7 +12,7 @@ from itertools import islice
 from operator import is_
 from threading import Condition
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -86,7 +86,7 @@ def _reachable(attributes: _Attributes) -> Iterator[tuple[str, Any]]:
     for _ in range(_DEPTH):
         below: _Attributes = []
         for path, value in attributes:
-            kind = _kind(type(value))
+            kind = _kind(cast("Any", type(value)))
             if kind is None or id(value) in seen:
                 continue
             seen.add(id(value))
@@ -145,11 +145,10 @@ class ModuleSnapshot:
                 new = [key for key, x in attributes.items() if copy.get(key) is not x]
                 yield from ((prefix + key, attributes, key) for key in new)
 
-    def new_tensors(self) -> dict[int, tuple[str, Tensor]]:
-        """Return the tensors that are in attributes now, and were not before, as `tensors`."""
+    def tensors_now(self) -> dict[int, tuple[str, Tensor]]:
+        """Return the tensors that are in attributes now, as `tensors`."""
         now = _reachable(list(self._own_attributes()))
-        pairs = ((path, x) for path, x in now if isinstance(x, Tensor))
-        return {id(x): (path, x) for path, x in pairs if id(x) not in self.tensors}
+        return {id(x): (path, x) for path, x in now if isinstance(x, Tensor)}
 
     def replaced_params(self) -> Iterator[Tensor]:
         """Yield the parameters in whose place the parts have others now."""
@@ -230,8 +229,8 @@ class KeptState:
     def __init__(self, end: ExitStack, restore: _Restore) -> None:
         self._end, self._restore = end, restore
         self.snapshots: dict[int, ModuleSnapshot] = {}  # by id of a module
-        # Tensors that calls of modules have left, with the parameters that they were made with.
-        self.made: Made = {}
+        # By id of a module, the tensors that its calls have left, and the parameters of these.
+        self.made: dict[int, Made] = {}
         self.replaced: set[int] = set()  # the ids of parameters that calls had others for
         # Of modules that a checkpoint has put other tensors into: their state before it did.
         self.before: dict[int, ModuleSnapshot] = {}
@@ -246,6 +245,13 @@ class KeptState:
         self.snapshots[id(module)] = snapshot
         self._end.enter_context(undone(partial(self._restore, snapshot)))
         return None if before else snapshot
+
+    def note(self, snapshot: ModuleSnapshot, params: list[Tensor]) -> None:
+        """Note what a call with these parameters has left in a module; forget what is gone."""
+        before, key = snapshot.tensors, id(snapshot.module)
+        made, now = self.made.get(key, {}), snapshot.tensors_now()
+        left = {k: (x, params) for k, (_, x) in now.items() if k not in before}
+        self.made[key] = left | {k: made[k] for k in made.keys() & now.keys()}
 
     def put_back(self) -> None:
         """Let the modules keep what they did before the call."""

@@ -66,11 +66,14 @@ def stale_reads_refused(
     """Return what raises where a module reads what a pass with other params has left in it."""
     # In a `state`, calls have made some tensors, with params that need not be the `given` ones.
     # Others are from before it, or have `substitutes`, by id.
-    every, made = list(snapshots), {} if state is None else state.made
+    every = list(snapshots)
+    of_modules = {} if state is None else state.made
+    made = {k: x for one in every for k, x in of_modules.get(id(one.module), {}).items()}
     left = {key: pair for one in every for key, pair in one.tensors.items()}
     kept = {k: (path, x) for k, (path, x) in left.items() if k in made or _is_of_a_pass(x)}
-    for key in kept.keys() & (substitutes or {}).keys():
-        kept[id(substitutes[key])] = kept[key]
+    for key, tensor in (substitutes or {}).items():
+        if key in kept:
+            kept[id(tensor)] = kept[key]
     for tensor in given:
         kept.pop(id(tensor), None)  # an LSTM lists its weights
 

@@ -177,8 +177,7 @@ def _run_on(
         if replaced:
             _refuse_later(out, snapshot, replaced)
         if around is not None:
-            new_tensors = snapshot.new_tensors().items()
-            state.made |= {key: (x, tensors) for key, (_, x) in new_tensors}
+            state.note(snapshot, tensors)
         return result
 
 

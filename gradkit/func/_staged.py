@@ -301,7 +301,7 @@ def _refuse_kept(captured: Tensors, variables: Tensors) -> None:
         return
     state = state_now()
     snapshots = state.snapshots.values() if state else ()
-    kept = chain.from_iterable(one.new_tensors().values() for one in snapshots)
+    kept = chain.from_iterable(one.tensors_now().values() for one in snapshots)
     reached = (path for path, x in kept if not ids.isdisjoint(Subgraph([x]).leaves))
     expected = "a loss of what encode returns"
     got = "one that uses what encode has left, of its last chunk: its gradient would be lost"
