@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import lru_cache, partial
@@ -24,9 +24,8 @@ from gradkit._compat.transforms import (
     transforms,
     without_ended_levels,
 )
-from gradkit._compat.undoing import undo_stack, undone
+from gradkit._compat.undoing import INSIDE, undo_stack, undone
 from gradkit._state import rng
-from gradkit._state.tensor_state import TensorState
 
 # The blocks of the one thread whose turn it is, with its number. The engine's threads take the turn
 # of the thread that waits for their pass, which a lock of the library would not let them.
@@ -101,6 +100,41 @@ def _reachable(attributes: _Attributes) -> Iterator[tuple[str, Any]]:
             pairs = container.items() if isinstance(container, dict) else enumerate(container)
             below += [(form.format(path, key), x) for key, x in pairs]
         attributes = below
+
+
+_KIND = ("dtype", "device", "shape")
+
+
+class TensorState:
+    """The values of some tensors, their memory, and whether they require grad."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._saved = [
+            (x, x.data, _version(x), x.detach().clone(), x.is_leaf, x.requires_grad)
+            for x in tensors
+        ]
+
+    def restore(self, *, by_version: bool = False) -> None:
+        """Put back what has changed; `by_version`, as far as torch has counted it."""
+        for tensor, data, version, numbers, was_leaf, requires_grad in self._saved:
+            if any(getattr(tensor, name) != getattr(data, name) for name in _KIND):
+                tensor.data = data  # a module was moved or cast
+            if _version(tensor) != version or not (by_version or _has_values(tensor, numbers)):
+                with torch.inference_mode(), INSIDE:  # in which its own can be written on
+                    (tensor if tensor.is_inference() else data).copy_(numbers)
+            if was_leaf and not (tensor.is_leaf or tensor._is_view()):
+                tensor.detach_()  # what was written on it has a graph
+            if tensor.is_leaf and tensor.requires_grad != requires_grad:
+                tensor.requires_grad_(requires_grad)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # inference tensors have no count
+
+
+def _has_values(tensor: Tensor, numbers: Tensor) -> bool:
+    is_comparable = tensor.layout == torch.strided and not tensor.is_meta
+    return not is_comparable or torch.equal(tensor.detach(), numbers)
 
 
 class ModuleSnapshot:

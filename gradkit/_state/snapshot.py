@@ -21,12 +21,12 @@ from gradkit._state.grad_attribute import grad_dtypes_put_back, grads_put_back
 from gradkit._state.module_state import (
     LARGEST_STATE,
     ModuleSnapshot,
+    TensorState,
     alone,
     keeping_state,
     modules_put_back,
 )
 from gradkit._state.stale_reads import stale_reads_refused
-from gradkit._state.tensor_state import TensorState
 
 
 class Snapshot:
