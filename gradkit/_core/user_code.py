@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, lru_cache, partial
 from itertools import chain
@@ -53,7 +54,16 @@ def _is_captured(value: object) -> TypeGuard[CapturedObject]:
     return isinstance(value, Tensor | nn.Module) or type(value) is Generator
 
 
+def may_compute(value: object) -> bool:
+    """Return whether an object may compute something later: no tensor, number or text."""
+    return not isinstance(value, Tensor) and (
+        callable(value) or isinstance(value, Iterator) or hasattr(value, "__dict__")
+    )
+
+
 def _contents(value: object) -> list[Any]:
+    if isinstance(value, Iterator):  # what the frame of a generator has, or a map
+        return gc.get_referents(value)
     if isinstance(value, partial):
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, MethodType):

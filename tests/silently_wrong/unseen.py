@@ -77,6 +77,50 @@ class Meeting(torch.nn.Module):
         return self.weight * x
 
 
+class Remembers(torch.nn.Module):
+    """Keeps what it makes of its parameter in the first pass, or computes later."""
+
+    def __init__(self, device: torch.device, *, later: bool) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.ones(1, dtype=D, device=device))
+        self.later = later
+        self.kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Any:
+        if self.later:
+            return self.w * x, lambda: self.w * x
+        self.kept = self.w * 2 if self.kept is None else self.kept
+        return self.w * x + self.kept
+
+
+def output_computed_later(device: torch.device) -> Case:
+    module, x = Remembers(device, later=True), torch.ones(1, dtype=D, device=device)
+
+    def loss(p: Any) -> Tensor:
+        now, later = torch.func.functional_call(module, p, (x,))
+        return (now + later()).sum()
+
+    p = {"w": torch.full_like(x, 3)}
+    ours = func.value_and_grads(loss, create_graph=False)
+    return Case(torch.func.grad(loss)(p)["w"], 2 * x, lambda: ours(p)[1]["w"])
+
+
+def cache_without_a_graph(device: torch.device) -> Case:
+    module, x = Remembers(device, later=False), torch.ones(1, dtype=D, device=device)
+    with torch.no_grad():
+        module(x)
+    call, params, buffers = func.make_functional(module)
+
+    def ours() -> Tensor:
+        return func.value_and_grads(lambda p: call(p, buffers, x)[0].sum())(params)[1]["w"]
+
+    def loss(p: Any) -> Tensor:
+        result: Tensor = torch.func.functional_call(module, p, (x,)).sum()
+        return result
+
+    return Case(torch.func.grad(loss)(dict(module.named_parameters()))["w"], 3 * x, ours)
+
+
 def module_called_in_another_thread(device: torch.device) -> Case:
     module, x = Meeting(device), torch.ones(1, dtype=D, device=device)
     ten = {"weight": torch.full_like(module.weight, 10).detach()}
@@ -728,5 +772,17 @@ ROWS = [
     Row(
         "`dist.all_reduce(x)` after the loss `w * x`: by `w`",
         [4.0], [1.0], "`value_and_grads`", shown(factor_that_was_reduced), same=True,
+    ),
+    Row(
+        "`grad(f)` of a `functional_call` whose module returns a function that computes later: by "
+        "`w`, of `w * x + later()`",
+        [1.0], [2.0],
+        "`func.make_functional`: `UnsupportedGraphError`; `func.value_and_grads` of `f`",
+        output_computed_later, same=True,
+    ),
+    Row(
+        "`grad(f)` of a module that has kept `2 * w` of a first pass, under `no_grad`: by `w`, of "
+        "`w * x + kept`",
+        [1.0], [3.0], "`func.make_functional`", cache_without_a_graph, same=True,
     ),
 ]  # fmt: skip
