@@ -8,7 +8,7 @@ from random import Random
 from typing import TypeAlias
 
 import gradkit
-from tests.fuzz import calls, formulas, functions, hooks, laws
+from tests.fuzz import calls, company, formulas, functions, hooks, laws, twins
 from tests.fuzz.cases import WRITTEN, Case, Op, Refused, draw
 from tests.fuzz.laws import Law
 from tests.strategies import HOOKLESS, OPS, WRITING
@@ -95,4 +95,7 @@ ROOMS: dict[str, Room] = {
     "threads": calls.threads,
     "re-entrancy": with_ops(CALLING),
     "steps": calls.steps,
+    "Functions in company": twins.in_company(company.FUNCTIONS),
+    "hooks in company": twins.in_company(company.HOOKS),
+    "modules": twins.modules,
 }
