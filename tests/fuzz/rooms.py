@@ -8,7 +8,7 @@ from random import Random
 from typing import TypeAlias
 
 import gradkit
-from tests.fuzz import calls, company, formulas, functions, hooks, laws, twins
+from tests.fuzz import calls, company, formulas, functions, hooks, laws, training, twins
 from tests.fuzz.cases import WRITTEN, Case, Op, Refused, draw
 from tests.fuzz.laws import Law
 from tests.strategies import HOOKLESS, OPS, WRITING
@@ -98,4 +98,11 @@ ROOMS: dict[str, Room] = {
     "Functions in company": twins.in_company(company.FUNCTIONS),
     "hooks in company": twins.in_company(company.HOOKS),
     "modules": twins.modules,
+    "scripted": twins.in_company(training.scripted),
+    "optimizers": training.optimizers,
+    "scaled losses": training.scaled_losses,
+    "scalers": training.unscaled,
+    "stale graphs": training.stale,
+    "captured": training.captured,
+    "means": training.means,
 }
