@@ -20,6 +20,7 @@ from tests.fuzz.cases import Op
 from tests.fuzz.hooks import note, scale_all
 from tests.strategies import Operation
 
+CAPTURED = "from outside that requires grad"  # of what a Function closes over, in unroll
 UNTRACED = "autograd.Function"  # of the old style, as those of module hooks are, in gradkit.func
 Change = Callable[[Tensor | None], Tensor | None]
 
@@ -109,8 +110,10 @@ def with_kept(kind: type[Function]) -> Op:
 
 
 FUNCTIONS = {
-    "reversible": Op(around(Reversible), ("Reversible", UNTRACED), twin=residual, on_leaf=True),
-    "asking": Op(around(Asking), ("Asking", UNTRACED), twin=residual, on_leaf=True),
+    "reversible": Op(
+        around(Reversible), ("Reversible", UNTRACED, CAPTURED), twin=residual, on_leaf=True
+    ),
+    "asking": Op(around(Asking), ("Asking", UNTRACED, CAPTURED), twin=residual, on_leaf=True),
     **{kind.__name__: with_kept(kind) for kind in (Keeping, Handing, Saving)},
 }
 
@@ -151,6 +154,26 @@ def before_module(x: Tensor, change: Change) -> tuple[Tensor, Any]:
     return module(x), hook
 
 
+class Scaled(Function):
+    """The identity, whose derivative in reverse mode, and only there, has a factor."""
+
+    @staticmethod
+    def forward(x: Tensor, factor: float) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.factor = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
+        return cotangent * ctx.factor, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: Any) -> Tensor:
+        return tangent * 1
+
+
 PLACES = {
     "tensor": on_tensor,
     "node": on_node,
@@ -179,8 +202,8 @@ def hooked(where: str, *, factor: float = 3.0, once: bool = False, cut: bool = F
         return result
 
     def twin(a: Tensor, b: Tensor, kept: list[Tensor]) -> Tensor:
-        new = a + b
-        return factor * new - (factor - 1) * new.detach()
+        result: Tensor = Scaled.apply(a + b, factor)
+        return result
 
     untraced = (UNTRACED,) if "module" in where else ()
     return Op(apply, ("hook", *untraced) if once else untraced, ("hook",), twin)
@@ -254,7 +277,10 @@ def in_checkpoint(module: nn.Module, w: Tensor, x: Tensor) -> Any:
     return func.checkpoint(partial(by_functional_call, module))(w, x)
 
 
-WAYS = (by_make_functional, by_functional_call, in_checkpoint)
+def ways(name: str) -> Any:
+    """How a module is called; after torch's functional_call an output has the module's weights."""
+    every = (by_make_functional, by_functional_call, in_checkpoint)
+    return every[:1] if name == "lazy" else every
 
 
 def recurrent(start: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -310,5 +336,5 @@ def keeping(name: str, way: Any, *, ran: bool) -> Op:
         twin=lambda a, b, kept: twin(start, a, b),
         on_leaf=True,
         module=module,
-        restored=way is not by_functional_call,
+        restored=way is by_make_functional,
     )
