@@ -297,8 +297,11 @@ def assert_as_it_was(module: nn.Module, held: dict[str, Any]) -> None:
 
 
 @contextmanager
-def kept_as_is(case: Case) -> Iterator[None]:
-    """Modules keep what they had, and random numbers go on as they would, also after an error."""
+def kept_as_is(case: Case, *, whole: bool) -> Iterator[None]:
+    """Modules keep what they had, and random numbers go on as they would.
+
+    After an error that is so of all modules, if the `whole` function is one call of gradkit.
+    """
     ops = [op for op in case.ops.values() if op.module is not None]
     before, state = [look(op.module) for op in ops], torch.get_rng_state()
     raised = True
@@ -308,7 +311,7 @@ def kept_as_is(case: Case) -> Iterator[None]:
     finally:
         assert torch.equal(state, torch.get_rng_state()), "random numbers were drawn"
         for op, held in zip(ops, before, strict=True):
-            if raised or op.restored:
+            if (raised and whole) or op.restored:
                 assert_as_it_was(op.module, held)
 
 
@@ -329,7 +332,12 @@ def as_twin(case: Case, rng: Random, among: list[tuple[str, str]]) -> None:
     ours = attempted(case, rng)
     try:
         around = gradkit.checked() if rng.random() < 0.2 else nullcontext()
-        with unchanged(*ours.leaves), kept_as_is(case), warnings.catch_warnings(), around:
+        with (
+            unchanged(*ours.leaves),
+            kept_as_is(case, whole=call is not pulled),
+            warnings.catch_warnings(),
+            around,
+        ):
             warnings.simplefilter("ignore", gradkit.GradkitWarning)
             grads = run_or_refuse(
                 lambda: call(ours), case, expected, not {kind, name}.isdisjoint(SECOND)
