@@ -47,7 +47,7 @@ class Asking(Reversible):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:
-        if not torch.autograd._is_checkpoint_valid():  # type: ignore[attr-defined]
+        if not torch.autograd._is_checkpoint_valid():
             raise RuntimeError("not compatible with .grad(), please use .backward()")
         return Reversible.backward(ctx, cotangent)
 
@@ -252,9 +252,12 @@ class Lazy(Keeps):
 
 
 class Counting(Keeps):
+    seen: Tensor
+
     def __init__(self) -> None:
         super().__init__()
-        self.count, self.log = 0, []
+        self.count = 0
+        self.log: list[Tensor] = []
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:

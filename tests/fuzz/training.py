@@ -19,11 +19,11 @@ from gradkit import func
 from tests.fuzz.calls import SMOOTH
 from tests.fuzz.cases import Case, Op, Refused, draw, may_refuse
 from tests.fuzz.laws import Grads, assert_close
-from tests.fuzz.twins import JOINT, ROWS, Attempt, attempted, first_of, flat, joint_of
+from tests.fuzz.twins import JOINT, ROWS, Attempt, Call, attempted, first_of, flat, joint_of
 from tests.helpers import assert_same_bits, same_bits
 
 F64 = torch.float64
-CLASSES: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
+CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {}),
     "momentum": (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.1}),
     "nesterov": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
@@ -89,7 +89,7 @@ def switch(optimizer: Optimizer, net: Net) -> None:
 
 EVENTS: dict[str, Callable[[Any, Net], object]] = {
     "nothing": lambda optimizer, net: None,
-    "channels_last": lambda optimizer, net: net.to(memory_format=torch.channels_last),  # type: ignore[call-overload]
+    "channels_last": lambda optimizer, net: net.to(memory_format=torch.channels_last),
     "float64 state": lambda optimizer, net: recast(optimizer, F64),
     "float32 state": lambda optimizer, net: recast(optimizer, torch.float32),
     "bfloat16 state": lambda optimizer, net: recast(optimizer, torch.bfloat16),
@@ -318,7 +318,7 @@ def of_two_leaves(rng: Random) -> Case:
 def stale(rng: Random) -> None:
     """Gradients of an older graph are those of the values it was computed from, or refused."""
     case = of_two_leaves(rng)
-    names = {name: (JOINT[name], joint_of) for name in PURE}
+    names: dict[str, tuple[Call, Call]] = {name: (JOINT[name], joint_of) for name in PURE}
     names.update({name: (call, lambda t: flat(first_of(t))) for name, call in ROWS.items()})
     name = rng.choice(sorted(names))
     call, oracle = names[name]

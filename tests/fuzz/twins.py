@@ -250,7 +250,7 @@ def change_of(t: Attempt) -> tuple[list[Tensor], list[Tensor]]:
     """
     leaves = tuple(t.detached())
     slope = torch.func.grad(lambda *leaves: t.total(leaves), tuple(range(len(leaves))))
-    grads, changes = torch.func.jvp(slope, leaves, tuple(map(torch.ones_like, leaves)))
+    grads, changes, *_ = torch.func.jvp(slope, leaves, tuple(map(torch.ones_like, leaves)))
     return list(grads), list(changes)
 
 
