@@ -15,6 +15,7 @@ from tests.strategies import HOOKLESS, WRITING, Graph, Operation, Program, build
 
 SCALARS = ("sum", "mean", "squares", "dot", "one")
 WRITTEN = "written in place"
+HOOKED = "that no hook has changed"  # of a gradient that is differentiated
 CPU = torch.device("cpu")
 
 
@@ -64,6 +65,8 @@ class Case:
         """The only texts with which gradkit may refuse the program: none, if it has nothing."""
         ops = [self.ops[name] for name in self.present() & self.ops.keys()]
         written = {WRITTEN} if self.present() & set(WRITING) else set()
+        if second and (self.program.leaf_hooks or self.present() & {"double_hook", *WRITING}):
+            written.add(HOOKED)
         return written.union(*(op.refusals + (op.second if second else ()) for op in ops))
 
 

@@ -69,7 +69,7 @@ def checked_writes(rng: Random) -> None:
             raise
 
 
-CALLING = {"hook": Op(hooks.hook_calls_gradkit), **functions.REENTRANT}
+CALLING = {"hook": hooks.changing(hooks.hook_calls_gradkit), **functions.REENTRANT}
 ROOMS: dict[str, Room] = {
     "joint": clean(laws.joint),
     "products": clean(laws.product),
