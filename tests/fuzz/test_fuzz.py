@@ -21,6 +21,8 @@ from tests.fuzz.runs import HAZARDS, REFUSED, RIGHT, WRONG, Outcome, Summary, ro
 pytestmark = pytest.mark.usefixtures("device")
 SEED = 0
 ROUNDS = 60
+# Of steps and sums alone; most programs of the former are to be refused.
+WITHOUT_GRADIENTS = {"scaled losses", "scalers", "means"}
 
 
 def first_of(room: str, rounds: int) -> list[int]:
@@ -92,7 +94,9 @@ def scaled(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("room", [room for room in ROOMS if room not in HAZARDS])
+@pytest.mark.parametrize(
+    "room", [room for room in ROOMS if room not in {*HAZARDS, *WITHOUT_GRADIENTS}]
+)
 def test_every_room_sees_gradients_that_are_a_little_too_large(
     monkeypatch: pytest.MonkeyPatch, room: str
 ) -> None:
