@@ -92,7 +92,7 @@ def same_hooks_in_each_pass() -> Iterator[None]:
         with _lock:
             _of_threads.pop(thread, None)
             if not _of_threads:
-                RemovableHandle.__init__, RemovableHandle.remove = _init, _remove  # type: ignore[method-assign, assignment]
+                RemovableHandle.__init__, RemovableHandle.remove = _init, _remove  # type: ignore[method-assign]
 
     with undone(end):
         with _lock:

@@ -129,7 +129,7 @@ def test_hooks_are_left_as_one_pass_leaves_them(device: torch.device) -> None:
 def test_hooks_are_as_they_were_after_an_error(device: torch.device) -> None:
     w = leaf(device, 1.0, 2.0)
     y = 2 * w
-    handle = y.register_hook(lambda _: handle.remove())
+    handle: Any = y.register_hook(lambda _: handle.remove())
     calls: list[int] = []
 
     def fail(_: Tensor) -> None:
@@ -147,7 +147,7 @@ def test_hooks_are_as_they_were_after_an_error(device: torch.device) -> None:
 def test_a_hook_of_another_thread_is_removed_for_good(device: torch.device) -> None:
     w, v = leaf(device, 1.0, 2.0), leaf(device, 1.0)
     y, other = 2 * w, 2 * v
-    handle = other.register_hook(lambda _: handle.remove())
+    handle: Any = other.register_hook(lambda _: handle.remove())
 
     def in_between(_: Tensor) -> None:
         thread = threading.Thread(target=lambda: torch.autograd.grad(other, v, retain_graph=True))

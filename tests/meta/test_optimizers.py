@@ -1093,11 +1093,14 @@ def test_the_hypergradient_of_a_count_that_is_a_tensor(
 
     count = torch.tensor(1, dtype=dtype, device=device)
     assert_close([slope(count)], [slope(1)], 1e-14)
-    each = vmap(lambda n: opt.step(first, w, {**state, "step": n})[0])(count.repeat(3))
+
+    def stepped(n: Tensor) -> Tensor:
+        new: Tensor = opt.step(first, w, {**state, "step": n})[0]
+        return new
+
+    each = vmap(stepped)(count.repeat(3))
     assert_close([each[1]], [opt.step(first, w, state)[0]], 1e-14)
-    compiled: Any = torch.compile(
-        lambda n: opt.step(first, w, {**state, "step": n})[0], backend="eager", fullgraph=True
-    )
+    compiled: Any = torch.compile(stepped, backend="eager", fullgraph=True)
     assert_close([compiled(count)], [opt.step(first, w, state)[0]], 1e-14)
 
 
