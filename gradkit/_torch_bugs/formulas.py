@@ -169,7 +169,8 @@ def svd(operation: Operation, a: Tensor, *args: Any, **kwargs: Any) -> Any:
     if max(u.size(-1), v.size(-1)) == rank or not values.numel():
         return result
     if u.size(-1) > rank:
-        u = torch.cat([u[..., :rank], _orthogonal(a, u.detach(), v.detach())], -1)
+        last = _orthogonal(a, u.detach(), v.detach())
+        u = torch.cat([u[..., :rank].mT, last.mT], -2).mT  # laid out as torch's
     else:
         v = torch.cat([v[..., :rank], _orthogonal(a.mH, v.detach(), u.detach())], -1)
     return type(result)((u, values, v if operation in (torch.svd, Tensor.svd) else v.mH))
@@ -187,6 +188,10 @@ def _orthogonal(a: Tensor, u: Tensor, v: Tensor) -> Tensor:
     ones = torch.eye(square.size(-1), dtype=u.dtype, device=u.device)
     # The power -1/2 of 1 + square, which is zero here: all of its derivatives up to the fifth.
     last = shrunk @ (ones - square / 2 + 3 / 8 * square @ square)
+    change, is_finite = last - last.detach(), last.detach().isfinite()
+    if not _nowhere(~is_finite):  # of a singular matrix the value is torch's, the derivative nan
+        change = torch.where(is_finite, change, (0 * a.abs().sum()).sqrt())
+    last = u[..., rank:] + change
     looked_at = [] if order_of(a) == 1 else [True]
 
     def grads(bases: Sequence[Tensor], _: Sequence[bool], cotangents: Sequence[Any]) -> Any:
@@ -537,7 +542,8 @@ def cosine_similarity(
     value: Tensor = operation(x1, x2, dim, eps)
     shape = (x1.detach() + x2.detach()).shape
     pair = [x.to(value.dtype).expand(shape) for x in (x1, x2)]
-    small = [torch.linalg.vector_norm(x.detach(), dim=dim, keepdim=True) < eps for x in pair]
+    squares = [x.detach().double().square().sum(dim, keepdim=True) for x in pair]
+    small = [square < eps * eps for square in squares]
     if _nowhere(small[0] | small[1]):
         return value
     for i, is_small in enumerate(small):
