@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import islice
 from operator import attrgetter
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,15 +17,13 @@ from gradkit._autograd import engine, jacobian
 from gradkit._autograd.arrival_copies import (
     ArrivalCapture,
     WriteFinder,
-    copied_on_arrival,
     hooks_refused,
-    memory_address,
     without_shared_memory,
 )
 from gradkit._autograd.release import plan_release, release
 from gradkit._autograd.sample_pass import Uses, run_samples, uses_by_loss
 from gradkit._autograd.side_effects import WrittenGrads, side_effects_put_back
-from gradkit._checks.checked import is_checked, step_monitor
+from gradkit._checks.checked import step_monitor
 from gradkit._checks.circumstances import (
     CREATES_GRAPH,
     GUARDED,
@@ -37,26 +35,22 @@ from gradkit._checks.circumstances import (
     around,
 )
 from gradkit._checks.eager_graph import check_call, refuse_donated
-from gradkit._checks.higher_derivatives import refuse_undifferentiable
-from gradkit._checks.hooks_in_passes import any_changed_gradients, watched_pass
 from gradkit._checks.modified_tensors import (
     edges_above_hidden,
-    functions_below,
     grad_versions,
     leaves_of_functions,
     nodes_of_functions,
     refuse_modified,
     refuse_pre_hooks,
     variables_to_copy,
-    variables_to_copy_inside,
 )
 from gradkit._checks.reachability import refuse_unreached
 from gradkit._compat.autograd import as_batch, batched_mode, from_batch, without_function_modes
 from gradkit._compat.distributed import replicated
 from gradkit._compat.nodes import names_by_kind
-from gradkit._compat.transforms import detach_keep_tangent, in_dual_level, transforms, unbatched
+from gradkit._compat.transforms import detach_keep_tangent, in_dual_level
 from gradkit._compat.undoing import INSIDE, undo_stack
-from gradkit._core import pytree, user_code
+from gradkit._core import pytree
 from gradkit._core.call import (
     Call,
     Grads,
@@ -72,75 +66,11 @@ from gradkit._core.ownership import PLAIN_TYPES, owned, owned_of_each, zeros_for
 from gradkit._core.params import Params, read_params
 from gradkit._core.pytree import LEAF, PyTree, Structure
 from gradkit._core.results_without_graph import with_zero_derivatives
-from gradkit._core.user_code import functions_alive, hooks_registered, user_code_may_run
+from gradkit._core.user_code import hooks_registered
 from gradkit._state.grad_attribute import grads_put_back
 from gradkit._state.hook_tables import hooks_kept, same_hooks_in_each_pass
-from gradkit._torch_bugs.node_formulas import differentiated_by_formula
 
 _version, _requires_grad = attrgetter("_version"), attrgetter("requires_grad")
-
-
-@dataclass(frozen=True, slots=True)
-class InnerPass:
-    """A pass that ends at all of its variables."""
-
-    where: str  # what errors call its roots
-    path: Callable[[int], str]  # what they call a variable, by its number
-    variables: Sequence[Tensor]  # what it differentiates with respect to
-    below: Subgraph  # of its roots
-    cotangents: Sequence[Tensor | None] = ()  # of its roots, if the caller has made them
-
-    def grads(
-        self, roots: Sequence[Tensor], *, create_graph: bool = False, retain_graph: bool = False
-    ) -> list[Tensor | None]:
-        """Return the gradient of the roots by each variable."""
-        options = {"create_graph": create_graph, "retain_graph": retain_graph or create_graph}
-
-        def run(edges: Sequence[Any] = (), keep: bool = False) -> list[Tensor | None]:
-            inputs = [*self.variables, *edges]
-            options["retain_graph"] |= keep
-            return engine.inner_grads(roots, inputs, self.cotangents or None, **options)
-
-        if hooks_registered() and (create_graph or any_changed_gradients()) and not transforms():
-            where, variables = (lambda: self.where), self.variables
-            watched = partial(watched_pass, run, where, self.below, variables)
-            return self.guarded(
-                partial(watched, create_graph=create_graph), create_graph=create_graph
-            )
-        return self.guarded(run, create_graph=create_graph)
-
-    def guarded(
-        self, run: Callable[[], list[Tensor | None]], *, create_graph: bool
-    ) -> list[Tensor | None]:
-        """Return the gradients of `run`, which is the pass; raise if the user's code spoils one."""
-        formulas = differentiated_by_formula(self.below) if create_graph else nullcontext()
-        if not user_code_may_run():
-            with formulas:
-                return run()
-        before = _writes_before(self.cotangents)
-        with undo_stack() as stack:
-            stack.enter_context(formulas)
-            functions = functions_below(self.below) if functions_alive().users else []
-            if create_graph and functions:
-                graph = self.below, self.variables
-                stack.enter_context(refuse_undifferentiable(lambda: self.where, *graph))
-            leaves = user_code.leaves_of_functions(functions)
-            effects = side_effects_put_back(leaves, (), lambda: self.where, retain=True)
-            written = stack.enter_context(effects) if functions else None
-            copied = variables_to_copy_inside(self.variables, functions)
-            stack.enter_context(copied_on_arrival(copied))
-            if is_checked():
-                stack.enter_context(without_shared_memory(self.below.nodes))
-            grads = run()
-            if written is not None:
-                written.refuse(lambda: self.where)
-        arrived = [None if grad is None else unbatched(grad) for grad in grads]
-        versions = grad_versions(self.variables, arrived, copied)
-        if before:  # a gradient may be a cotangent itself
-            for index in versions:
-                versions[index] -= before.get(memory_address(cast("Tensor", arrived[index])), 0)
-        refuse_modified(lambda: self.where, self.path, self.variables, self.below, versions)
-        return grads
 
 
 def side_effects(
@@ -153,14 +83,6 @@ def side_effects(
     return side_effects_put_back(
         leaves_of_functions(call), variables, paths, retain=retain, add=add
     )
-
-
-def _writes_before(cotangents: Iterable[Tensor | None]) -> dict[int, int]:
-    """Return how often each cotangent had been written on before the pass, by its memory."""
-    given = [unbatched(cotangent) for cotangent in cotangents if cotangent is not None]
-    counted = [cotangent for cotangent in given if not cotangent.is_inference()]
-    written = sorted(filter(_version, counted), key=_version)
-    return {memory_address(cotangent): cotangent._version for cotangent in written}
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.func import vjp
 
 from gradkit._autograd import engine
-from gradkit._autograd.passes import InnerPass
+from gradkit._autograd.inner_pass import InnerPass
 from gradkit._checks.higher_derivatives import refuse_wrong_derivative
 from gradkit._compat import transforms as torch_func
 from gradkit._compat.transforms import TensorLists, differentiated, level_of, recording_levels
