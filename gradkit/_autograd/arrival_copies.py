@@ -64,7 +64,9 @@ def _refuse_entry(frame: FrameType, event: str, _: object) -> None:
     caller = frame.f_back
     if event != "call" or caller is None or caller.f_code.co_name not in _ENGINE:
         return
-    if not str(frame.f_globals.get("__name__")).startswith("gradkit."):
+    # Through torch.autograd.function the engine calls the backward of a Function, which is no hook.
+    of_function = "gradkit.", "torch.autograd.function"
+    if not str(frame.f_globals.get("__name__")).startswith(of_function):
         given = [frame.f_locals.get(name) for name in frame.f_code.co_varnames]
         if any(map(is_batch, pytree.tensors(given))):
             raise HookInBatchError(_HOOK)
