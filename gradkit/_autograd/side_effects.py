@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from threading import RLock
 from typing import Any
 
 from torch import Tensor
@@ -27,10 +26,8 @@ from gradkit._core.user_code import (
     remove_hooks,
 )
 from gradkit._state.grad_attribute import accumulate_all, grads_put_back, set_grad
+from gradkit._state.module_state import alone
 from gradkit.errors import UnsupportedGraphError, describe, message
-
-# Threads share parameters, and so the `.grad` from which each pass starts.
-_one_thread = RLock()
 
 
 class WrittenGrads:
@@ -57,7 +54,9 @@ class WrittenGrads:
         self.summed = [v for v in self._variables if add and id(v) in hidden]
         with undo_stack() as stack:
             if current_pass() == -1:  # a pass inside another may run in a thread of the engine
-                stack.enter_context(_one_thread)
+                # Threads share parameters, and so the `.grad` from which each pass starts. With a
+                # lock of its own, one could wait for a thread that waits for its modules.
+                stack.enter_context(alone())
             for leaf in self._leaves.values():
                 stack.enter_context(_without(post_accumulate_hooks(leaf) or {}))
             others = [leaf for key, leaf in self._leaves.items() if key not in filled]

@@ -353,7 +353,9 @@ def kept_tensors(function: Any) -> list[Tensor]:
     # They were made in its forward pass, or are copies of what no one else has.
     kept = _private(tensors([*vars(function).values()]), _HELD_BY_ATTRIBUTE)
     with suppress(RuntimeError):  # a pass has freed them, or something has written on them
-        if not hooked_tensors(function):  # which may recompute them
+        # Hooks may recompute them; some Functions let them go as soon as they are read.
+        is_cleared = getattr(forward_class(function), "clear_saved_tensors_on_access", False)
+        if not is_cleared and not hooked_tensors(function):
             saved = [one for one in function.saved_tensors if one is not None]
             kept += _private(saved, _HELD_BY_NODE)
     return kept
