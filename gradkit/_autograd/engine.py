@@ -175,7 +175,7 @@ def _raise_named(error: RuntimeError, call: Call) -> None:
         "under selective activation checkpoint": _SELECTIVE,
     }
     reason = next((reason for part, reason in known.items() if part in text), None)
-    if "compatible with .grad()" in text:  # of a checkpoint of another library
+    if _UNDER_BACKWARD in text:
         reason = only_backward()
     reason = reason or missing_derivative(error) or (without and _no_formula(without[1]))
     if reason:
@@ -185,6 +185,7 @@ def _raise_named(error: RuntimeError, call: Call) -> None:
         raise UnsupportedGraphError(modified_message(error, call)) from error
 
 
+_UNDER_BACKWARD = "compatible with .grad()"  # says a checkpoint of another library
 _SELECTIVE = (
     "a graph that more than one pass can go through",
     "a selective checkpoint (one with a context_fn), which keeps its results for one pass",
@@ -252,6 +253,8 @@ def inner_grads(
             return list(torch.autograd.grad(roots, inputs, seeds, *options, allow_unused=True))
         except RuntimeError as error:
             refuse_checkpoint_error(error, "a loss", roots)
+            if _UNDER_BACKWARD in str(error):
+                raise UnsupportedGraphError(message("a loss", *only_backward())) from error
             reason = missing_derivative(error)
             if reason is None:
                 raise

@@ -113,7 +113,12 @@ FUNCTIONS = {
     "reversible": Op(
         around(Reversible), ("Reversible", UNTRACED, CAPTURED), twin=residual, on_leaf=True
     ),
-    "asking": Op(around(Asking), ("Asking", UNTRACED, CAPTURED), twin=residual, on_leaf=True),
+    "asking": Op(
+        around(Asking),
+        ("Asking", "under .backward() only", UNTRACED, CAPTURED),
+        twin=residual,
+        on_leaf=True,
+    ),
     **{kind.__name__: with_kept(kind) for kind in (Keeping, Handing, Saving)},
 }
 
