@@ -130,7 +130,9 @@ def test_an_error_in_a_program_with_nothing_to_refuse_is_wrong(
 def test_a_refusal_that_names_what_the_program_has_is_counted_by_its_reason() -> None:
     outcomes = [run(SEED, number) for number in first_of("hooks", 60)]
     refused = [outcome.text for outcome in outcomes if outcome.kind == REFUSED]
-    assert set(refused) == {"UnsupportedGraphError: register_multi_grad_hook"}
+    reasons = "register_multi_grad_hook", "that no hook has changed"
+    assert set(refused) <= {f"UnsupportedGraphError: {reason}" for reason in reasons}
+    assert refused
 
 
 def test_seed_and_number_determine_a_program() -> None:
