@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import cache, lru_cache, partial
 from itertools import chain
 from threading import Lock
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeAlias, TypeGuard, cast
 from weakref import ref
 
@@ -32,6 +32,7 @@ from gradkit._core.pytree import tensors
 CapturedObject: TypeAlias = Tensor | nn.Module | Generator
 
 _MAX_DEPTH = 4
+_MAX_DEPTH_OF_FEW, _FEW = 8, 100  # deeper are methods of objects in containers of objects
 _LIBRARIES = {"gradkit", "torch"}
 _MAX_LENGTH = 10_000  # a longer container is data, and not searched
 
@@ -41,8 +42,10 @@ def captured_by(*functions: object) -> list[CapturedObject]:
     captured: dict[int, CapturedObject] = {}
     seen: set[int] = set()
     level = list(functions)
-    for _ in range(_MAX_DEPTH):
+    for depth in range(_MAX_DEPTH_OF_FEW):
         new = {id(value): value for value in level if id(value) not in seen}
+        if not new or (depth >= _MAX_DEPTH and len(new) > _FEW):
+            break
         seen |= new.keys()
         captured |= {key: value for key, value in new.items() if _is_captured(value)}
         level = [part for key in new if key not in captured for part in _contents(new[key])]
@@ -72,7 +75,7 @@ def _contents(value: object) -> list[Any]:
         # What inspect.getclosurevars reads, in less time. Libraries refer to the caller's objects
         # by closures only.
         of_library = str(value.__module__).partition(".")[0] in _LIBRARIES
-        names = () if of_library else value.__code__.co_names
+        names = () if of_library else _names(value.__code__)
         read = [value.__globals__[name] for name in names if name in value.__globals__]
         defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
         return [*chain.from_iterable(map(cell_contents, value.__closure__ or ())), *read, *defaults]
@@ -82,6 +85,13 @@ def _contents(value: object) -> list[Any]:
     if isinstance(value, type | BuiltinFunctionType | ModuleType) or not hasattr(value, "__dict__"):
         return []
     return [*vars(value).values(), *([type(value).__call__] if callable(value) else [])]
+
+
+@lru_cache(maxsize=4096)
+def _names(code: CodeType) -> tuple[str, ...]:
+    """Return the names that a function, and those that are defined in it, may read as globals."""
+    inside = (_names(const) for const in code.co_consts if isinstance(const, CodeType))
+    return tuple(dict.fromkeys(chain(code.co_names, *inside)))
 
 
 def cell_contents(cell: CellType) -> list[Any]:

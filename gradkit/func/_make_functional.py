@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
@@ -62,11 +62,13 @@ def make_functional(module: nn.Module) -> tuple[ModuleCall, Named, Named]:
         the module returns for these tensors. It changes neither the module nor the trees it is
         given, also if it raises. What the module keeps in attributes, such as an auxiliary loss or
         a state, the function that made the call reads, and its next call starts from, until the
-        outermost call of gradkit ends. It raises `StructureError` for trees of other names,
-        `LeafTypeError` for what is no tensor, and `UnsupportedGraphError` if the module runs a
-        non-reentrant checkpoint in an eager graph (which would recompute with the module's own
-        parameters), assigns one of two names of a buffer, returns or keeps what would compute
-        later with its own parameters, or reads what a pass with other parameters left in it.
+        outermost call of gradkit ends: this call itself, where no other is around, so that such a
+        loss is to be read in a function that `func.value_and_grads` gets. It raises
+        `StructureError` for trees of other names, `LeafTypeError` for what is no tensor, and
+        `UnsupportedGraphError` if the module runs a non-reentrant checkpoint in an eager graph
+        (which would recompute with the module's own parameters), assigns one of two names of a
+        buffer, returns or keeps what would compute later with its own parameters, or reads what a
+        pass with other parameters left in it.
 
     Raises:
         LeafTypeError: It is no module, or a lazy one that has not run yet.
@@ -126,7 +128,8 @@ def functional(module: nn.Module) -> tuple[ModuleCall, Named, Named]:
         if torch.compiler.is_compiling():
             out, after = by_torch()
         else:
-            replaced = [t for t, g in zip(own, given.values(), strict=True) if t is not g]
+            pairs = zip(names, own, strict=True)
+            replaced = {name: t for name, t in pairs if t is not given[name]}
             run = partial(module, *args, **kwargs)
             out, after = _run_on(module, given, new, replaced, run, by_torch)
         recomputations.refuse(out, snapshot)
@@ -143,12 +146,7 @@ def functional(module: nn.Module) -> tuple[ModuleCall, Named, Named]:
 
 
 def _run_on(
-    module: nn.Module,
-    given: Named,
-    new: Named,
-    replaced: Sequence[Tensor],
-    run: _Run,
-    by_torch: _Run,
+    module: nn.Module, given: Named, new: Named, replaced: Named, run: _Run, by_torch: _Run
 ) -> tuple[Any, Named]:
     """Return what a module returns for these tensors, put in place, and its buffers after it."""
     own: Any = nullcontext()
@@ -160,9 +158,9 @@ def _run_on(
         snapshot = state.add(module) or ModuleSnapshot(module)
         tensors = list(given.values())
         stale = stale_reads_refused([snapshot], state=state, given=tensors)
-        state.replaced |= set(map(id, replaced))
+        state.replaced |= set(map(id, replaced.values()))
         with snapshot.of_call():
-            guard = ReadOnly(given.values(), replaced)
+            guard = ReadOnly(given.values(), replaced.values())
             with guard, stale, own, own_parametrized_values(), INSIDE:
                 slots = TensorSlots(snapshot.parts)
                 is_tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
@@ -181,7 +179,7 @@ def _run_on(
         return result
 
 
-def _refuse_later(out: Any, snapshot: ModuleSnapshot, replaced: Sequence[Tensor]) -> None:
+def _refuse_later(out: Any, snapshot: ModuleSnapshot, replaced: Named) -> None:
     """Raise if what a module has returned, or kept, would compute with its own parameters later."""
     leaves, spec = pytree.flatten(out)
     values = [(pytree.path(spec, i, "out"), x) for i, x in enumerate(leaves) if may_compute(x)]
@@ -190,7 +188,9 @@ def _refuse_later(out: Any, snapshot: ModuleSnapshot, replaced: Sequence[Tensor]
         inside = () if isinstance(value, Tensor) else pytree.flatten(value)[0]
         parts = (x for x in inside if not isinstance(x, nn.Module))  # a list of them computes not
         values += [(path, x) for x in parts if may_compute(x)]
-    own = set(map(id, replaced))
+    # A checkpoint around has put others in the place of the module's own.
+    now = snapshot.module.named_parameters() if values else ()
+    own = {id(x) for name, x in now if name in replaced} | set(map(id, replaced.values()))
     for path, value in values:
         modules = (x for x in captured_by(value) if isinstance(x, nn.Module))
         if any(id(param) in own for one in modules for param in one.parameters()):

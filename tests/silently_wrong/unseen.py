@@ -121,6 +121,34 @@ def cache_without_a_graph(device: torch.device) -> Case:
     return Case(torch.func.grad(loss)(dict(module.named_parameters()))["w"], 3 * x, ours)
 
 
+class HasPenalty(torch.nn.Module):
+    """Keeps a part of its loss in an attribute."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.ones(1, dtype=D, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.penalty = self.w**2
+        return self.w * x
+
+
+def penalty_read_after_an_eager_call(device: torch.device) -> Case:
+    module, x = HasPenalty(device), torch.ones(1, dtype=D, device=device)
+    module(x)  # in training, before
+    call, _, buffers = func.make_functional(module)
+    three = torch.full_like(x, 3)
+
+    def loss(w: Tensor) -> Tensor:
+        return (call({"w": w}, buffers, x)[0] + module.penalty).sum()
+
+    w = three.clone().requires_grad_()
+    theirs = grad(loss(w), w)[0]
+    right = func.value_and_grads(loss)(three)[1]
+    assert torch.equal(right, 1 + 2 * three)  # what to do
+    return Case(theirs, right, lambda: gradkit.value_and_grads(loss(w), w)[1])
+
+
 def module_called_in_another_thread(device: torch.device) -> Case:
     module, x = Meeting(device), torch.ones(1, dtype=D, device=device)
     ten = {"weight": torch.full_like(module.weight, 10).detach()}
@@ -784,5 +812,12 @@ ROWS = [
         "`grad(f)` of a module that has kept `2 * w` of a first pass, under `no_grad`: by `w`, of "
         "`w * x + kept`",
         [1.0], [3.0], "`func.make_functional`", cache_without_a_graph, same=True,
+    ),
+    Row(
+        "`grad(call({\"w\": w}, {}, x)[0] + module.penalty, w)` at 3, where `call` is of "
+        "`make_functional`, and an earlier pass has left `module.penalty`, `w**2`",
+        [1.0], [7.0],
+        "the loss as a function given to `func.value_and_grads`: right; eagerly",
+        penalty_read_after_an_eager_call, same=True,
     ),
 ]  # fmt: skip

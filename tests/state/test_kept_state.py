@@ -338,6 +338,71 @@ def test_what_would_compute_later_is_refused(device: torch.device, kind: str, wh
     assert module.left is None
 
 
+@pytest.mark.parametrize("kind", sorted(set(LATER) - {"module", "object"}))
+def test_what_would_compute_later_is_refused_in_a_checkpoint(
+    device: torch.device, kind: str
+) -> None:
+    """Which has other tensors in the place of the module's own."""
+    module = Lazy(kind, "out").to(device)
+    call, params, buffers = func.make_functional(module)
+    x = torch.ones(2, dtype=DOUBLE, device=device)
+    p = {"w": params["w"].detach() * 3}
+
+    def compute(later: Any) -> Tensor:
+        value = next(later) if kind in ("generator", "map") else later()
+        return torch.as_tensor(value).sum()
+
+    @func.checkpoint
+    def loss(p: Any, x: Tensor) -> Tensor:
+        later, plain = call(p, buffers, x)[0]
+        return compute(later) + plain.sum()
+
+    def total(p: Any) -> Tensor:
+        return loss(p, x)
+
+    run: dict[str, Callable[[], Any]] = {
+        "value_and_grads": lambda: func.value_and_grads(total)(p),
+        "nested": lambda: func.value_and_grads(func.checkpoint(total))(p),
+        "hvp": lambda: func.hvp(total, (p,), (p,)),
+        "jvp": lambda: func.jvp(total, (p,), (p,)),
+        "per_sample_grads": lambda: func.per_sample_grads(loss)(p, x),
+        "staged": lambda: func.staged_value_and_grads(loss, lambda y: y)(p, x),
+        "unroll": lambda: meta.unroll(
+            lambda p, *_: total(p), p, [0], meta.sgd(lr=0.1), memory="recompute"
+        ),
+        "eager": lambda: gradkit.value_and_grads(total(module_params(p)), []),
+    }
+    before = state(module)
+    for name, one in run.items():
+        with pytest.raises(
+            gradkit.UnsupportedGraphError, match=r"out\[0\]: .*refers to the module"
+        ):
+            one()
+        assert state(module) == before, name
+
+
+def module_params(p: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.clone().requires_grad_() for name, x in p.items()}
+
+
+def test_a_given_parameter_of_its_own_may_be_used_later_in_a_checkpoint(
+    device: torch.device,
+) -> None:
+    """Where it is the one that the call was given."""
+    module = Lazy("closure", "out").to(device)
+    call, params, buffers = func.make_functional(module)
+    x = torch.tensor([0.5, 2.0], dtype=DOUBLE, device=device)
+
+    def loss(x: Tensor) -> Tensor:
+        later, plain = call(params, buffers, x)[0]
+        return (later() * plain).sum()
+
+    w = params["w"]
+    (expected,) = torch.autograd.grad((w * x * w * x).sum(), w)
+    _, grad = gradkit.value_and_grads(func.checkpoint(loss)(x), w)
+    torch.testing.assert_close(grad, expected)
+
+
 class Inside(nn.Module):
     """What the message says: a module that computes inside."""
 
@@ -416,3 +481,53 @@ def test_a_call_that_raises_changes_nothing(device: torch.device) -> None:
 
 def module_loss(fn: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
     return lambda w, *_: fn(w)
+
+
+OF_THE_FILE: dict[str, nn.Module] = {}  # a global
+
+
+@dataclass(frozen=True)
+class Case:
+    operations: dict[str, Callable[[Any], Tensor]]
+
+
+class Task:
+    """Has a module behind an object, a dictionary and a closure."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.case = Case({"loss": lambda w: module(w)})
+
+    def total(self, w: Tensor) -> Tensor:
+        return self.case.operations["loss"](w) * 2
+
+
+def through_a_nested_function(w: Tensor) -> Tensor:
+    return (lambda w: (lambda w: OF_THE_FILE["it"](w))(w))(w)
+
+
+@pytest.mark.parametrize("by", ["nested", "checkpoint", "object"])
+def test_a_module_that_is_far_from_the_function_is_put_back(device: torch.device, by: str) -> None:
+    module = nn.Sequential(Keeps("attribute", "created")).to(device)
+    OF_THE_FILE["it"] = module
+    fn: Callable[[Tensor], Tensor] = {
+        "nested": through_a_nested_function,
+        "checkpoint": lambda w: (lambda w: func.checkpoint(lambda w: OF_THE_FILE["it"](w))(w))(w),
+        "object": Task(module).total,
+    }[by]
+    w = torch.ones(2, dtype=DOUBLE, device=device)
+
+    def raises(w: Tensor) -> Tensor:
+        fn(w)
+        raise ZeroDivisionError
+
+    before = state(module)
+    run: list[Callable[[], Any]] = [
+        lambda: func.value_and_grads(raises)(w),
+        lambda: func.hvp(raises, (w,), (w,)),
+        lambda: func.vjp(raises, w),
+        lambda: meta.unroll(lambda w, *_: raises(w), w, [0], meta.sgd(lr=0.1)),
+    ]
+    for call in run:
+        with pytest.raises(ZeroDivisionError):
+            call()
+        assert state(module) == before
