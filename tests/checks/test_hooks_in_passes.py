@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 import gradkit
+from gradkit._autograd import engine
+from gradkit._state import recomputed_tensors
 
 D = torch.float64
 Hook = Callable[[Tensor], Tensor | None]
@@ -308,3 +310,17 @@ def test_the_derivative_is_the_transform_s_or_refused(
     else:
         torch.testing.assert_close(again, expected)
     assert not refused or ("would change again" in refused and hook not in ("none", "same"))
+
+
+def test_a_source_of_recomputed_tensors_elsewhere_hides_no_change(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As while a function of `gradkit.distributed.make_functional` is alive in the process."""
+    monkeypatch.setattr(recomputed_tensors, "recomputed_tensor_sources", sources := {1})
+    monkeypatch.setattr(engine, "recomputed_tensor_sources", sources)
+    w = leaf(device, 1.0, 2.0)
+    y = w * w
+    y.register_hook(lambda grad: 10 * grad)
+    _, grad = gradkit.value_and_grads(y.square().sum(), w, create_graph=True)
+    with pytest.raises(gradkit.UnsupportedGraphError, match="would change again"):
+        gradkit.value_and_grads(grad.sum(), w)
