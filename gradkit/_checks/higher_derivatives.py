@@ -240,6 +240,7 @@ class _Probe:
         self._copies: dict[int, list[_Copy]] = {}  # by the number of the pass
         self._inputs: list[Tensor] | None = None  # what the Function was computed from
         self._may_be_inputs = False  # what it keeps, and not of its forward pass
+        self._written: set[int] = set()  # the passes in which it wrote on what it keeps
 
     def before(self, cotangents: Cotangents) -> Cotangents | None:
         """Return copies of the cotangents, each with a node that made it."""
@@ -251,7 +252,8 @@ class _Probe:
         self._may_be_inputs = bool(kept) and len(kept) <= inputs
         if len(kept) > inputs:
             modes = cast("dict[int, _KeptConstants]", metadata(self._node)[_MODES])
-            modes[current_pass()] = _KeptConstants(kept, self._attach)
+            note = partial(self._written.add, current_pass())
+            modes[current_pass()] = _KeptConstants(kept, self._attach, note)
         return tuple(_with_own_node(cotangent, copies) for cotangent in cotangents)
 
     def _attach(self, kept: Tensor) -> Tensor:
@@ -287,6 +289,12 @@ class _Probe:
         leaves = [leaf for _, leaf in copies if leaf is not None]
         for leaf in leaves:
             leaf.requires_grad_(False)  # no later pass accumulates there
+        if current_pass() in self._written:  # the gradients may be what it keeps itself
+            self._written.discard(current_pass())
+            return tuple(
+                None if grad is None else grad - self._attach(torch.zeros_like(grad))
+                for grad in grads
+            )
         if not leaves:
             return None
         return tuple(
@@ -327,9 +335,15 @@ class _KeptConstants(TorchFunctionMode):
 
     # Torch runs the forward pass under no_grad, and takes what is kept of it for constants.
 
-    def __init__(self, kept: Sequence[Tensor], attach: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self,
+        kept: Sequence[Tensor],
+        attach: Callable[[Tensor], Tensor],
+        note_write: Callable[[], None],
+    ) -> None:
         super().__init__()
-        self._kept, self._attach = {id(one): one for one in kept}, attach
+        self._kept = {id(one): one for one in kept}
+        self._attach, self._note_write = attach, note_write
 
     @leave_uncompiled
     def __torch_function__(
@@ -346,7 +360,9 @@ class _KeptConstants(TorchFunctionMode):
         name = func.__name__
         writes = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
         is_mixed = recorded and any(here) and torch.is_grad_enabled()
-        if is_mixed and not (writes and here[0]):  # on it itself
+        if is_mixed and writes and here[0]:
+            self._note_write()
+        elif is_mixed:
             each = [self._attach(x) if kept else x for x, kept in zip(leaves, here, strict=True)]
             args, kwargs = pytree.unflatten(spec, each)
         result = func(*args, **(kwargs or {}))

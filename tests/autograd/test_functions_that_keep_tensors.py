@@ -61,6 +61,9 @@ CUBES: dict[str, Apply] = {
     ),
     "a part": made(of_a_row, lambda ctx, g: torch.mul(g, ctx.slopes[0])),
     "an operator": made(in_attribute, lambda ctx, g: torch.ops.aten.mul(g, ctx.slope)),
+    "scaled in place": made(in_attribute, lambda ctx, g: ctx.slope.mul_(g)),
+    "scaled, then read": made(in_attribute, lambda ctx, g: (ctx.slope.mul_(g), ctx.slope)[1]),
+    "scaled in a container": made(in_container, lambda ctx, g: ctx.state["slope"][0].mul_(g)),
 }
 each_cube = pytest.mark.parametrize("cube", CUBES.values(), ids=CUBES)
 
