@@ -30,7 +30,7 @@ from gradkit._checks.modified_tensors import (
     refuse_modified,
     variables_to_copy_inside,
 )
-from gradkit._compat.transforms import transforms, unbatched
+from gradkit._compat.transforms import unbatched
 from gradkit._compat.undoing import undo_stack
 from gradkit._core import user_code
 from gradkit._core.graph import Subgraph
@@ -61,7 +61,7 @@ class InnerPass:
             options["retain_graph"] |= keep
             return engine.inner_grads(roots, inputs, self.cotangents or None, **options)
 
-        if hooks_registered() and (create_graph or any_changed_gradients()) and not transforms():
+        if hooks_registered() and (create_graph or any_changed_gradients()):
             where, variables = (lambda: self.where), self.variables
             watched = partial(watched_pass, run, where, self.below, variables)
             return self.guarded(

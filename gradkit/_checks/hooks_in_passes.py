@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from gradkit._compat.autograd import sequence_number, tensor_hooks
+from gradkit._compat.transforms import transforms
 from gradkit._compat.undoing import undo_stack
 from gradkit._core.graph import Subgraph, edge, is_leaf_node, metadata, nodes_below
 from gradkit._core.user_code import hooks_of, register_own_hooks, remove_hooks
@@ -176,7 +177,7 @@ def _mark(
             roots = [after] if after.requires_grad else []
             if made not in nodes_below(roots, executed - {made}, oldest):
                 raise UnsupportedGraphError(message(where(), *_CUT))
-        if node is not None:
+        if node is not None and not transforms():  # in whose passes hooks run once
             metadata(node)[_HOOKED] = mark
             _marks.add(mark)
     for made_by in [*grads, *(after for _, _, after in changes)]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 import gradkit
+from gradkit import func
 from gradkit._autograd import engine
 from gradkit._state import recomputed_tensors
 
@@ -324,3 +325,39 @@ def test_a_source_of_recomputed_tensors_elsewhere_hides_no_change(
     _, grad = gradkit.value_and_grads(y.square().sum(), w, create_graph=True)
     with pytest.raises(gradkit.UnsupportedGraphError, match="would change again"):
         gradkit.value_and_grads(grad.sum(), w)
+
+
+OF_FUNC: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "hvp": lambda loss, w: func.hvp(loss, w, torch.ones_like(w))[1],
+    "hvp by reverse": lambda loss, w: func.hvp(
+        loss, w, torch.ones_like(w), mode="reverse-over-reverse"
+    )[1],
+    "nested": lambda loss, w: func.value_and_grads(
+        lambda w: func.value_and_grads(loss)(w)[1].sum()
+    )(w)[1],
+    "jvp": lambda loss, w: func.jvp(
+        lambda w: func.value_and_grads(loss)(w)[1], (w,), (torch.ones_like(w),)
+    )[1],
+}
+
+
+@pytest.mark.parametrize("call", OF_FUNC.values(), ids=OF_FUNC)
+def test_a_hook_inside_a_function_that_cuts_the_graph(
+    device: torch.device, call: Callable[[Any, Tensor], Tensor]
+) -> None:
+    """The gradient of (h w)^2, h = 2 w: 2 * 4 w^3 by way of h, made threefold, and 8 w^3."""
+    w = torch.tensor([1.0, 2.0], dtype=torch.float64, device=device)
+
+    def loss(hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor]:
+        def of(w: Tensor) -> Tensor:
+            h = 2 * w
+            h.register_hook(hook)
+            return (h * w).square().sum()
+
+        return of
+
+    torch.testing.assert_close(call(loss(lambda g: 3 * g), w), 96 * w**2)
+    with pytest.raises(gradkit.UnsupportedGraphError, match="without a path"):
+        call(loss(lambda g: 3 * g.detach()), w)
+    _, grad = func.value_and_grads(loss(lambda g: 3 * g.detach()))(w)  # a first derivative
+    torch.testing.assert_close(grad, 32 * w**3)
