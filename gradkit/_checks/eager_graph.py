@@ -41,12 +41,13 @@ def check_backward(call: Call, *, casts: bool) -> None:
     """Raise if `.backward()` for some params would leave `.grad` wrong, or as it was."""
     # `casts`: of leaves that were cast, too, for which the whole graph is walked.
     check_call(call)
+    if call.functions.users:
+        _refuse_not_executed(call)
     if not casts:
         if not graph.leads_to_one_of(call.outputs, call.passes[0].params.variables):
             reachability.refuse_nothing_reached(call)
         return
     below = call.whole
-    _refuse_not_executed(call)
     if not any(below.reaches(variable) for _, _, variable in call.variables()):
         reachability.refuse_nothing_reached(call)
     leaves = [(node, graph.leaf_of(node)) for node in graph.leaf_nodes(below.nodes)]

@@ -266,7 +266,7 @@ class _Probe:
         if transforms.differentiated():
             raise UnsupportedGraphError(reason)
         if self._inputs is None:
-            nodes = nodes_from(self._node)
+            nodes = nodes_from(self._node) & set(self._graph.nodes)  # which ends at variables
             inner = [x for x in self._variables if x.grad_fn in nodes]
             self._inputs = [*leaf_tensors(nodes).values(), *inner]
         return attach(kept, self._inputs, reason)
