@@ -59,8 +59,8 @@ _HOOK = "a hook computes with the gradient, which in a batched pass is a batch o
 
 def _refuse_entry(frame: FrameType, event: str, _: object) -> None:
     """Raise before the first line of a hook that a pass of this thread calls with a batch."""
-    # It may count its calls, or remove itself, before it computes. In the threads of devices, and
-    # below a profiler, the guard alone refuses it.
+    # A hook may count its calls, or remove itself, before it computes. In the threads of devices,
+    # and below a profiler, the guard alone refuses it.
     caller = frame.f_back
     if event != "call" or caller is None or caller.f_code.co_name not in _ENGINE:
         return

@@ -51,7 +51,7 @@ def run_grad(
     """Return the gradients of a weighted sum of outputs with respect to tensors or graph edges."""
     options = retain_graph, call.create_graph
     bits = around(call) if call.around is None else call.around
-    # What is captured among shards that are recomputed would be a partial sum.
+    # A gradient that is captured among shards that are recomputed would be a partial sum.
     of_shards = recomputed_tensor_sources and bits & SUBCLASSES
     is_first = bits & HOOKS and not (watched or is_grads_batched or of_shards)
     if is_first and (call.create_graph or any_changed_gradients()):

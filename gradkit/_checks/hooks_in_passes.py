@@ -24,7 +24,7 @@ from gradkit._torch_bugs.missing import DIFFERENTIABLE
 from gradkit.errors import UnsupportedGraphError, message
 
 _Grads: TypeAlias = list[Tensor | None]
-# At which node it was, and the gradient before and after it.
+# A change has the node at which a hook made it, and the gradient before and after it.
 _Change: TypeAlias = tuple[Node | None, Tensor | None, Tensor | None]
 
 

@@ -29,7 +29,7 @@ _log = getLogger(torch.autograd.graph.__name__)
 _engine: Any = torch.autograd.Variable._execution_engine
 # The type of the nodes that accumulate the gradient of a leaf tensor.
 AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
-# Of an iterable of tensors; torch.autograd.graph's is a Python call more.
+# It takes an iterable of tensors; the one of torch.autograd.graph is a Python call more.
 increment_version: Callable[[Iterable[Tensor]], None] = torch._C._increment_version
 # How many nodes its thread had made before a node; the largest number for that of a leaf.
 sequence_number: Callable[[Node], int] = methodcaller("_sequence_nr")

@@ -91,7 +91,7 @@ def any_sparse_gradients(nodes: Iterable[Node]) -> bool:
     return any(getattr(node, "_saved_sparse", False) is True for node in nodes)
 
 
-# Of a scalar: nodes of sums of terms, of a term with another sign, shape or dtype, or a choice.
+# Nodes of scalars that are sums of terms, or a term with another sign, shape or dtype, or a choice.
 _SUMS_OF_TERMS = frozenset(
     names_of_nodes(
         "Add Add.1 Sub Sub.1 Rsub Rsub.1 Addcmul Lerp Lerp.1 Where NanToNum Neg Clone Alias ToCopy "

@@ -360,7 +360,7 @@ _ASKING = {"_is_checkpoint_valid", "is_checkpoint_valid"}
 
 def kept_tensors(function: Any) -> list[Tensor]:
     """Return the floating tensors without a graph that a Function's node alone refers to."""
-    # They were made in its forward pass, or are copies of what no one else has.
+    # Such tensors were made in its forward pass, or are copies of what no one else has.
     kept = _private(tensors([*vars(function).values()]), _HELD_BY_ATTRIBUTE)
     with suppress(RuntimeError):  # a pass has freed them, or something has written on them
         # Hooks may recompute them; some Functions let them go as soon as they are read.

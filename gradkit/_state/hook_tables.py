@@ -25,7 +25,7 @@ class _HookTables:
     def __init__(self) -> None:
         # By table: it, what it had before, the numbers of what the pass that runs has removed.
         self._now: dict[int, tuple[_Table, _Table, set[object]]] = {}
-        # Of the first pass to change it: what it has removed, and added.
+        # By table: it, and what the first pass to change it has removed, and added.
         self._first: dict[int, tuple[_Table, set[object], _Table]] = {}
 
     def note(self, table: _Table) -> set[object]:

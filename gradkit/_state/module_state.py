@@ -266,7 +266,7 @@ class KeptState:
         # By id of a module, the tensors that its calls have left, and the parameters of these.
         self.made: dict[int, Made] = {}
         self.replaced: set[int] = set()  # the ids of parameters that calls had others for
-        # Of modules that a checkpoint has put other tensors into: their state before it did.
+        # The state of modules before a checkpoint has put other tensors into them.
         self.before: dict[int, ModuleSnapshot] = {}
 
     def add(self, module: nn.Module, *, hooks: bool = False) -> ModuleSnapshot | None:

@@ -1,6 +1,6 @@
 """Reads of what a module has kept from a pass with other parameters: constants, silently."""
 
-# Apart from the modules' state, which needs no graphs.
+# This file stands apart from that of the modules' state, which needs no graphs.
 
 from __future__ import annotations
 

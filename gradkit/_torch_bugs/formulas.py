@@ -122,7 +122,7 @@ def distances(operation: Operation, *args: Any, **kwargs: Any) -> Tensor:
 
 def norm(operation: Operation, *args: Any, **kwargs: Any) -> Tensor:
     """Return a norm; raise where it is zero: torch takes its second derivative there for zero."""
-    # Of cos(norm(x)), which is smooth, it is not.
+    # The second derivative of cos(norm(x)), which is smooth, is not zero there.
     value: Tensor = operation(*args, **kwargs)
     if _is_on_host(value) and (value.detach() == 0).any():
         expected, got = "a norm that has a second derivative", "one that is zero, of which a jvp "
@@ -178,7 +178,7 @@ def svd(operation: Operation, a: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 def _orthogonal(a: Tensor, u: Tensor, v: Tensor) -> Tensor:
     """Return the last columns of u, which are orthogonal to those of a, as a function of a."""
-    # Of all bases of that space, the one that turns least; a loss that is of the space alone has
+    # The basis of that space which turns least is followed; a loss that is of the space alone has
     # the same derivatives by every basis.
     near = u.mH @ a @ v
     rank = near.size(-1)

@@ -68,7 +68,7 @@ def _has_scale(node: Any, scaler: GradScaler | None) -> bool:
     if type(factor) is not Tensor or factor.dim() or factor.dtype != torch.float32:
         return False
     own = None if scaler is None else scaler._scale
-    # Of a list of losses, what is saved is a copy. A scale of 1 does no harm.
+    # For a list of losses torch saves a copy of the scale. A scale of 1 does no harm.
     if own is not None and (factor is own or 1 != factor.item() == own.item()):
         return True
     # All objects of the process are gone through only for a tensor that one of them may hold, once.
@@ -139,7 +139,7 @@ values_of: Any = methodcaller("values")
 params_of, flags_of = itemgetter("params"), methodcaller("get", "fused")
 dtype_of, device_of = attrgetter("dtype"), attrgetter("device")
 _ONE_NUMBER = frozenset({"step", "mu_product", "eta", "mu"})
-# Of the parameter's shape; torch's lerp_ takes its own dtype only.
+# These states have the parameter's shape; torch's lerp_ takes its own dtype only.
 _LERPED = frozenset({"exp_avg", "grad_avg", "variance", "row_var", "col_var"})
 _SHAPED = _LERPED | {
     "momentum_buffer", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "sum",

@@ -97,7 +97,7 @@ class VmapOrLoop:
         try:
             return run()
         except errors.UnsupportedGraphError as error:
-            # What gradkit itself refuses has no cause.
+            # An error that gradkit itself raises has no cause.
             reason = first_line(error.__cause__ or error)
             if error.__cause__ is None or RANDOM in reason:
                 raise
