@@ -158,7 +158,10 @@ class ArrivalCapture:
         """Return the gradients, with those that arrived instead of the engine's captures."""
         for index, by_pass in self._arrived.items():
             if self.own_pass[0] in by_pass:
-                grads[index] = by_pass.pop(self.own_pass[0])
+                arrived, captured = by_pass.pop(self.own_pass[0]), grads[index]
+                if type(arrived) is Tensor and captured is not None:
+                    arrived = arrived.as_subclass(type(captured))  # as torch.autograd.grad does
+                grads[index] = arrived
         return grads
 
 
