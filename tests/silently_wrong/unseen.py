@@ -531,32 +531,6 @@ def operator_that_writes_on_a_constant(device: torch.device) -> Case:
     return Case(grad(loss(add_to_), w)[0], right, ours)
 
 
-def gradient_that_a_hook_changed_in_backward(device: torch.device) -> Case:
-    w = torch.ones(1, dtype=D, device=device, requires_grad=True)
-
-    def twice(backward: Callable[[Tensor], object], first: Callable[[Tensor], Tensor]) -> Tensor:
-        y = w * w
-        y.register_hook(lambda g: 10 * g)
-        backward((y * y).sum())
-        (slope, w.grad) = (w.grad, None)
-        assert slope is not None
-        return first(slope.sum())
-
-    def by_torch(loss: Tensor) -> None:
-        with warnings.catch_warnings(action="ignore"):  # of a cycle of references
-            loss.backward(create_graph=True)
-
-    def by_gradkit(loss: Tensor) -> None:
-        with warnings.catch_warnings(action="ignore"):
-            gradkit.backward_(loss, create_graph=True)
-
-    return Case(
-        twice(by_torch, lambda slope: grad(slope, w)[0]),
-        120 * w.detach() ** 2,
-        lambda: twice(by_gradkit, lambda slope: gradkit.value_and_grads(slope, w)[1]),
-    )
-
-
 def captured_tensor_changed_behind_autograd(device: torch.device) -> Case:
     one = torch.ones(1, dtype=D, device=device)
 
@@ -751,14 +725,6 @@ ROWS = [
         "which was zero and a constant",
         [1.0], [2.0], "`func`: `UnsupportedGraphError`; `value_and_grads` in `checked()`",
         operator_that_writes_on_a_constant, same=True,
-    ),
-    Row(
-        "`(y * y).sum().backward(create_graph=True)`, where a hook makes the gradient of `y`, "
-        "`w * w`, tenfold; then `grad(w.grad, w)`",
-        [840.0], [120.0],
-        "`value_and_grads(..., create_graph=True)`: `UnsupportedGraphError` afterwards; "
-        "`backward_`",
-        gradient_that_a_hook_changed_in_backward, same=True,
     ),
     Row(
         "`vjp(lambda x: w * x, x)[1](one)`, where `w` is 2, and `w.data.add_(1)` before the pull",
