@@ -637,7 +637,24 @@ class CubedWithAConstant(OnceCubed):
         return cotangent * 3 * x.detach() ** 2
 
 
-def second_of_a_backward_with_a_constant(device: torch.device) -> Case:
+class CubedWithItsSlopeOutside(torch.autograd.Function):
+    """The cube, whose forward pass keeps what the backward needs on the class."""
+
+    slope: Tensor
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        CubedWithItsSlopeOutside.slope = 3 * x**2
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Tensor:
+        return cotangents[0] * CubedWithItsSlopeOutside.slope
+
+
+def second_of_a_backward_with_a_constant(
+    device: torch.device, function: type[torch.autograd.Function] = CubedWithAConstant
+) -> Case:
     def second(fn: Callable[[Tensor], Tensor], slope: Callable[..., Tensor]) -> Tensor:
         w = torch.ones(1, device=device, requires_grad=True)
         return grad(slope((fn(w) + w**2).sum(), w).sum(), w)[0]
@@ -648,11 +665,16 @@ def second_of_a_backward_with_a_constant(device: torch.device) -> Case:
     def ours(loss: Tensor, w: Tensor) -> Tensor:
         return gradkit.value_and_grads(loss, w, create_graph=True)[1]
 
-    constant = CubedWithAConstant.apply
-    with pytest.raises(gradkit.GradientCheckError, match=r"order 2.*through CubedWithAConstant"):
-        gradkit.func.check_grads(constant, torch.ones(1, device=device))
+    constant: Any = function.apply
+    if function is CubedWithAConstant:
+        with pytest.raises(gradkit.GradientCheckError, match=r"order 2.*through CubedWithAConst"):
+            gradkit.func.check_grads(constant, torch.ones(1, device=device))
     right = second(lambda x: x**3, theirs)
     return Case(second(constant, theirs), right, lambda: second(constant, ours))
+
+
+def second_with_a_slope_outside(device: torch.device) -> Case:
+    return second_of_a_backward_with_a_constant(device, CubedWithItsSlopeOutside)
 
 
 ROWS = [
@@ -820,6 +842,11 @@ ROWS = [
         [2.0], [8.0],
         "`func.check_grads`: `GradientCheckError`; `value_and_grads(..., create_graph=True)`",
         second_of_a_backward_with_a_constant, same=True,
+    ),
+    Row(
+        "the same where the forward pass of `f` has kept `3 * x**2` outside of `ctx`",
+        [2.0], [8.0], "`value_and_grads(..., create_graph=True)`",
+        second_with_a_slope_outside, same=True,
     ),
     Row(
         "`module(x)` in another thread, during `functional_call(module, params, x)`: it gets these "
