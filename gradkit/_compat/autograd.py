@@ -94,14 +94,15 @@ def forward_line(node: Node) -> str | None:
     return ": ".join(lines[:2]).removeprefix("File ") or None
 
 
-def run_engine(*arguments: Any) -> tuple[Tensor | None, ...]:
+def run_engine(*arguments: Any, accumulate: bool = False) -> tuple[Tensor | None, ...]:
     """Run the engine: outputs, cotangents, retain_graph, create_graph, inputs, allow_unused."""
-    # What torch.autograd.grad does once it has read its arguments, which takes it 13 us and 0.5 us
-    # an input. Plain tensors only. In between torch has a function that logs each node when asked,
-    # and passes context variables on to the threads of devices: 6 us where the caches are cold.
+    # What torch.autograd.grad and backward do once they have read their arguments, which takes them
+    # 13 us and 0.5 us an input. Plain tensors only. In between torch has a function that logs each
+    # node when asked, and passes context variables on to the threads of devices: 6 us where the
+    # caches are cold.
     if _log.isEnabledFor(DEBUG) or _may_have_device_threads():
-        return _engine_run_backward(*arguments, accumulate_grad=False)
-    grads: tuple[Tensor | None, ...] = _engine.run_backward(*arguments, accumulate_grad=False)
+        return _engine_run_backward(*arguments, accumulate_grad=accumulate)
+    grads: tuple[Tensor | None, ...] = _engine.run_backward(*arguments, accumulate_grad=accumulate)
     return grads
 
 
