@@ -24,6 +24,17 @@ def test_every_file_names_one_version(device: torch.device) -> None:
     citation = re.search(r"(?m)^version: (.*)$", read("CITATION.cff"))[1]
     heading = re.search(r"(?m)^## (\S+)", read("CHANGELOG.md"))[1]
     assert {recipe, citation, heading} == {gradkit.__version__}
+    tools = [read(str(path)) for path in ROOT.glob("tools/*/gradkit_*/__init__.py")]
+    assert {re.search(r'(?m)^__version__ = "(.*)"$', text)[1] for text in tools} == {
+        gradkit.__version__
+    }
+
+
+def test_tools_that_use_inner_names_need_this_minor_version(device: torch.device) -> None:
+    major, minor, _ = map(int, gradkit.__version__.split("."))
+    for tool in ("doctor", "parity"):
+        project = tomllib.loads(read(f"tools/{tool}/pyproject.toml"))["project"]
+        assert project["dependencies"] == [f"gradkit>={major}.{minor},<{major}.{minor + 1}"]
 
 
 def test_the_recipe_needs_what_the_project_does(device: torch.device) -> None:

@@ -16,8 +16,8 @@ from torch import nn
 
 from gradkit._compat.dynamo import disable_compile
 from gradkit._core.call import check_function, check_option, is_number, is_positive_int
-from gradkit.distributed._layout_run import BatchPart, Layout, Program, RankRun, ranks, run_parts
-from gradkit.distributed._parity_report import (
+from gradkit_parity.layout_run import BatchPart, Layout, Program, RankRun, ranks, run_parts
+from gradkit_parity.report import (
     COARSE,
     FLOOR,
     TOLERANCE,
