@@ -20,12 +20,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+import gradkit
+from gradkit.distributed import BatchPart, Layout, ParityReport, parity
 from gradkit_parity import comparison
 from gradkit_parity.layout_run import ranks
 from gradkit_parity.report import Suspects, difference
-
-import gradkit
-from gradkit.distributed import BatchPart, Layout, ParityReport, parity
 from tests.distributed import parity_programs as programs
 from tests.distributed.parity_programs import bugged
 from tests.processes import forking

@@ -16,6 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import gradkit
+from gradkit.__main__ import main
+from gradkit.retain import RetainedGrads
 from gradkit_doctor import __main__ as doctor
 from gradkit_doctor.report import (
     CONFUSIONS,
@@ -28,10 +31,6 @@ from gradkit_doctor.report import (
     json_value,
     text,
 )
-
-import gradkit
-from gradkit.__main__ import main
-from gradkit.retain import RetainedGrads
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -19,9 +19,7 @@ import torch
 from gradkit_doctor.report import available_devices, doctor_report
 
 
-def main(
-    arguments: Sequence[str] | None = None, command: str = "python -m gradkit_doctor"
-) -> int:
+def main(arguments: Sequence[str] | None = None, command: str = "python -m gradkit_doctor") -> int:
     """Run the command, and return the exit status: 0 if everything is as expected, 1 if not."""
     options = _parser(command).parse_args(arguments)
     report = doctor_report(options.device or available_devices())

@@ -16,6 +16,15 @@ from torch import nn
 
 from gradkit._compat.dynamo import disable_compile
 from gradkit._core.call import check_function, check_option, is_number, is_positive_int
+from gradkit.errors import (
+    CollectiveError,
+    OptionError,
+    StructureError,
+    UnreachedParamError,
+    describe,
+    first_line,
+    message,
+)
 from gradkit_parity.layout_run import BatchPart, Layout, Program, RankRun, ranks, run_parts
 from gradkit_parity.report import (
     COARSE,
@@ -26,15 +35,6 @@ from gradkit_parity.report import (
     ParityReport,
     Suspects,
     difference,
-)
-from gradkit.errors import (
-    CollectiveError,
-    OptionError,
-    StructureError,
-    UnreachedParamError,
-    describe,
-    first_line,
-    message,
 )
 
 
