@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, TypeAlias, TypedDict, TypeVar, Unpack, overload
+from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from gradkit._autograd.gramian import weights_from_gramian
 from gradkit._autograd.passes import (
@@ -20,14 +18,7 @@ from gradkit._autograd.passes import (
 )
 from gradkit._checks.reachability import require_reached
 from gradkit._compat.dynamo import disable_compile
-from gradkit._core.call import (
-    Filled,
-    Strategy,
-    Unused,
-    check_batching,
-    read_losses,
-    read_pass_options,
-)
+from gradkit._core.call import Strategy, Unused, check_batching, read_losses, read_pass_options
 from gradkit._core.cotangents import read_cotangents
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.params import read_params
@@ -36,73 +27,7 @@ from gradkit.errors import OptionError, message
 
 __all__ = ["per_loss_grads", "simultaneous_grads", "value_and_grads", "vjp"]
 
-K = TypeVar("K")
-L = TypeVar("L")
-Tensors: TypeAlias = Mapping[K, Tensor]
-Modules: TypeAlias = Mapping[K, nn.Module]
 
-
-class _Options(TypedDict, total=False):
-    create_graph: bool
-    retain_graph: bool | None
-
-
-class _Sum(_Options, total=False):
-    weights: PyTree
-
-
-class _Each(_Options, total=False):
-    strategy: Strategy
-    chunk_size: int | None
-
-
-# The types of each call: with a value of `unused` that fills in, no gradient is None.
-
-
-@overload
-def value_and_grads(
-    losses: Tensor, params: nn.Module, *, unused: Filled, **options: Unpack[_Sum]
-) -> tuple[Tensor, dict[str, Tensor]]: ...
-@overload
-def value_and_grads(
-    losses: Tensors[K], params: nn.Module, *, unused: Filled, **options: Unpack[_Sum]
-) -> tuple[dict[K, Tensor], dict[str, Tensor]]: ...
-@overload
-def value_and_grads(
-    losses: Tensor, params: Tensors[K], *, unused: Filled, **options: Unpack[_Sum]
-) -> tuple[Tensor, dict[K, Tensor]]: ...
-@overload
-def value_and_grads(
-    losses: Tensor, params: Tensor, *, unused: Filled, **options: Unpack[_Sum]
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def value_and_grads(
-    losses: Tensor, params: Iterator[Tensor], *, unused: Filled, **options: Unpack[_Sum]
-) -> tuple[Tensor, tuple[Tensor, ...]]: ...
-@overload
-def value_and_grads(
-    losses: Tensor, params: nn.Module, *, unused: Unused = ..., **options: Unpack[_Sum]
-) -> tuple[Tensor, dict[str, Tensor | None]]: ...
-@overload
-def value_and_grads(
-    losses: Tensors[K], params: nn.Module, *, unused: Unused = ..., **options: Unpack[_Sum]
-) -> tuple[dict[K, Tensor], dict[str, Tensor | None]]: ...
-@overload
-def value_and_grads(
-    losses: Tensor, params: Tensors[K], *, unused: Unused = ..., **options: Unpack[_Sum]
-) -> tuple[Tensor, dict[K, Tensor | None]]: ...
-@overload
-def value_and_grads(
-    losses: Tensor, params: Tensor, *, unused: Unused = ..., **options: Unpack[_Sum]
-) -> tuple[Tensor, Tensor | None]: ...
-@overload
-def value_and_grads(
-    losses: Tensor, params: Iterator[Tensor], *, unused: Unused = ..., **options: Unpack[_Sum]
-) -> tuple[Tensor, tuple[Tensor | None, ...]]: ...
-@overload
-def value_and_grads(
-    losses: PyTree, params: PyTree, *, unused: Unused = ..., **options: Unpack[_Sum]
-) -> tuple[PyTree, PyTree]: ...
 @disable_compile
 def value_and_grads(
     losses: PyTree,
@@ -185,58 +110,6 @@ def value_and_grads(
     return result.values, grads_to_tree(result.grads[0], flat_params, unused, create_graph)
 
 
-@overload
-def per_loss_grads(
-    losses: Tensor, params: nn.Module, *, unused: Filled, **options: Unpack[_Each]
-) -> dict[str, Tensor]: ...
-@overload
-def per_loss_grads(
-    losses: Tensor, params: Tensors[K], *, unused: Filled, **options: Unpack[_Each]
-) -> dict[K, Tensor]: ...
-@overload
-def per_loss_grads(
-    losses: Tensor, params: Tensor, *, unused: Filled, **options: Unpack[_Each]
-) -> Tensor: ...
-@overload
-def per_loss_grads(
-    losses: Tensors[L], params: nn.Module, *, unused: Filled, **options: Unpack[_Each]
-) -> dict[L, dict[str, Tensor]]: ...
-@overload
-def per_loss_grads(
-    losses: Tensors[L], params: Tensors[K], *, unused: Filled, **options: Unpack[_Each]
-) -> dict[L, dict[K, Tensor]]: ...
-@overload
-def per_loss_grads(
-    losses: Tensors[L], params: Tensor, *, unused: Filled, **options: Unpack[_Each]
-) -> dict[L, Tensor]: ...
-@overload
-def per_loss_grads(
-    losses: Tensor, params: nn.Module, *, unused: Unused = ..., **options: Unpack[_Each]
-) -> dict[str, Tensor | None]: ...
-@overload
-def per_loss_grads(
-    losses: Tensor, params: Tensors[K], *, unused: Unused = ..., **options: Unpack[_Each]
-) -> dict[K, Tensor | None]: ...
-@overload
-def per_loss_grads(
-    losses: Tensor, params: Tensor, *, unused: Unused = ..., **options: Unpack[_Each]
-) -> Tensor | None: ...
-@overload
-def per_loss_grads(
-    losses: Tensors[L], params: nn.Module, *, unused: Unused = ..., **options: Unpack[_Each]
-) -> dict[L, dict[str, Tensor | None]]: ...
-@overload
-def per_loss_grads(
-    losses: Tensors[L], params: Tensors[K], *, unused: Unused = ..., **options: Unpack[_Each]
-) -> dict[L, dict[K, Tensor | None]]: ...
-@overload
-def per_loss_grads(
-    losses: Tensors[L], params: Tensor, *, unused: Unused = ..., **options: Unpack[_Each]
-) -> dict[L, Tensor | None]: ...
-@overload
-def per_loss_grads(
-    losses: PyTree, params: PyTree, *, unused: Unused = ..., **options: Unpack[_Each]
-) -> PyTree: ...
 @disable_compile
 def per_loss_grads(
     losses: PyTree,
@@ -315,26 +188,6 @@ def per_loss_grads(
     return trees_by_loss(result, flat_params, unused)
 
 
-@overload
-def simultaneous_grads(
-    losses: Tensors[K], params: Modules[K], *, unused: Filled, **options: Unpack[_Options]
-) -> dict[K, dict[str, Tensor]]: ...
-@overload
-def simultaneous_grads(
-    losses: Tensors[K], params: Tensors[K], *, unused: Filled, **options: Unpack[_Options]
-) -> dict[K, Tensor]: ...
-@overload
-def simultaneous_grads(
-    losses: Tensors[K], params: Modules[K], *, unused: Unused = ..., **options: Unpack[_Options]
-) -> dict[K, dict[str, Tensor | None]]: ...
-@overload
-def simultaneous_grads(
-    losses: Tensors[K], params: Tensors[K], *, unused: Unused = ..., **options: Unpack[_Options]
-) -> dict[K, Tensor | None]: ...
-@overload
-def simultaneous_grads(
-    losses: PyTree, params: PyTree, *, unused: Unused = ..., **options: Unpack[_Options]
-) -> PyTree: ...
 @disable_compile
 def simultaneous_grads(
     losses: PyTree,
