@@ -150,7 +150,7 @@ def warn_fallback(text: str) -> None:
     warnings.warn(text, GradkitWarning, stacklevel=level_of_the_caller())
 
 
-_NOT_THE_CALLER = {"gradkit", "torch", "contextlib"}  # the last ends a block of ours
+_NOT_THE_CALLER = {"gradkit", "gradkit_parity", "torch", "contextlib"}  # the last ends our blocks
 
 
 def level_of_the_caller() -> int:

@@ -86,6 +86,7 @@ def test_llms_txt_has_a_sentence_for_each_page(device: torch.device) -> None:
 
 def test_the_types_are_those_of_the_table(device: torch.device) -> None:
     """`python release/stub.py` writes them; `make types` compares what comes out for a user."""
+    pytest.importorskip("ruff")
     stub = runpy.run_path(str(ROOT / "release/stub.py"))
     assert read("gradkit/__init__.pyi") == stub["text"]()
 
@@ -111,6 +112,7 @@ def test_the_types_of_a_call_have_its_options(device: torch.device, name: str) -
 @pytest.mark.processes
 def test_a_program_of_a_user_has_these_types(device: torch.device, tmp_path: Path) -> None:
     """As `release/try_wheel.py` tries it with the wheel."""
+    pytest.importorskip("mypy")
     program = shutil.copy(ROOT / "release/user_program.py", tmp_path)
     command = [sys.executable, "-m", "mypy", "--strict", program]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
