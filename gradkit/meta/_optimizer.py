@@ -228,9 +228,9 @@ def read_state(opt: Optimizer, state: object, leaves: Leaves, spec: Structure) -
         _check_entries(opt, columns, leaves, spec)
     misfit = getattr(opt.rule, "misfit", None)
     for index, leaf in enumerate(leaves) if misfit else ():
-        found = misfit(leaf, columns["torch"][index]) if misfit and leaf is not None else None
-        if found:
-            key, expected, got = found
+        unfit = misfit(leaf, columns["torch"][index]) if misfit and leaf is not None else None
+        if unfit:
+            key, expected, got = unfit
             where = pytree.path(spec, index, "state['torch']") + key
             fix = "state = opt.init(params), of these params and this optimizer"
             raise errors.StructureError(message(where, expected, got, fix))
