@@ -211,6 +211,7 @@ def _raise_named(error: RuntimeError, call: Call) -> None:
         "does not support 3rd+ order derivatives": _NO_THIRD_DERIVATIVE,
         "non-empty donated buffers": DONATED,
         "under selective activation checkpoint": _SELECTIVE,
+        "chunked backward called twice": _IN_CHUNKS,
     }
     reason = next((reason for part, reason in known.items() if part in text), None)
     if _UNDER_BACKWARD in text:
@@ -228,6 +229,12 @@ _SELECTIVE = (
     "a graph that more than one pass can go through",
     "a selective checkpoint (one with a context_fn), which keeps its results for one pass",
     "checkpoint without context_fn; or take one pass: gradkit.value_and_grads, for the sum",
+)
+_IN_CHUNKS = (
+    "a graph that more than one pass can go through",
+    "linear_cross_entropy in chunks, which frees what it keeps in its first backward pass",
+    "functional.cross_entropy(functional.linear(x, weight), target); or take one pass: "
+    "gradkit.value_and_grads, for the sum",
 )
 _MULTI_GRAD_HOOK = message(
     "params",

@@ -165,15 +165,19 @@ def _executes_freed(below: Subgraph, params: Params) -> bool:
     return any_released(below.leading_to(params.variables), names_by_kind(below.kinds))
 
 
-def freed_message(losses: Losses, indices: Iterable[int]) -> str:
+def freed_message(losses: Losses, indices: Sequence[int]) -> str:
     """Return the message for a second pass through the graph of some losses."""
-    return message(
-        ", ".join(map(losses.path, indices)),
-        "a graph that still holds its saved tensors",
-        "one that an earlier backward() or gradkit call has freed",
-        "ask for all gradients in one call, gradkit.per_loss_grads({'a': loss_a, 'b': loss_b}, "
-        "params), or pass retain_graph=True to the earlier call",
-    )
+    got = "one that an earlier backward() or gradkit call has freed"
+    fix = "ask for all gradients in one call, gradkit.per_loss_grads({'a': loss_a, 'b': loss_b}, "
+    fix += "params); to step several optimizers, gradkit.minimize_([first, second], loss); or pass "
+    fix += "retain_graph=True to the earlier call, if it was value_and_grads, say"
+    if not any(graph.is_freed(losses.leaves[index]) for index in indices):
+        got += " in part: a value that was kept leads there, a hidden state or a cache"
+        fix = "compute what was kept anew in each step, or cut it off, kept.detach(); in one step, "
+        fix += "ask for all gradients in one call, gradkit.per_loss_grads({'a': loss_a, 'b': "
+        fix += "loss_b}, params), or pass retain_graph=True to the earlier call"
+    expected = "a graph that still holds its saved tensors"
+    return message(", ".join(map(losses.path, indices)), expected, got, fix)
 
 
 def losses_freed(losses: Losses) -> Sequence[int]:
