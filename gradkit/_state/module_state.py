@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradkit._compat.autograd import calling_thread
-from gradkit._compat.undoing import undo_stack, undone
+from gradkit._compat.autograd import named_thread
+from gradkit._compat.undoing import INSIDE, undo_stack, undone
 from gradkit.errors import UnsupportedGraphError, message
 
 _LONGEST_WAIT = 600.0  # seconds
@@ -23,10 +23,10 @@ _LONGEST_WAIT = 600.0  # seconds
 class _Block:
     """A block of one thread in which modules are its own."""
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], thread: int) -> None:
         self.modules = modules
         # In a backward pass, the thread that waits for it: what that uses is the pass's to use.
-        self.thread = calling_thread()
+        self.thread = thread
         self.ended = Event()
         self.waits_for: _Block | None = None
 
@@ -47,18 +47,19 @@ def alone_with(*modules: nn.Module) -> Iterator[None]:
     if torch.compiler.is_compiling() or not modules:
         yield
         return
-    block = _Block(modules)
+    with named_thread() as thread, INSIDE:
+        block = _Block(modules, thread)
 
-    def end() -> None:
-        if block in _blocks:
-            _blocks.remove(block)
-        block.ended.set()
+        def end() -> None:
+            if block in _blocks:
+                _blocks.remove(block)
+            block.ended.set()
 
-    with undone(end):
-        _blocks.append(block)
-        while len(_blocks) > 1 and (other := _blocking(block)):
-            _wait(block, other)
-        yield
+        with undone(end):
+            _blocks.append(block)
+            while len(_blocks) > 1 and (other := _blocking(block)):
+                _wait(block, other)
+            yield
 
 
 def _blocking(block: _Block) -> _Block | None:

@@ -69,7 +69,7 @@ class Snapshot:
         return [[state.tolist() for _, state in self._random_states()], repr(_python_states())]
 
     def _random_states(self) -> rng.States:
-        return rng.states(self._tensors) + rng.states_of(self._generators)
+        return rng.states() + rng.states_of(self._generators)
 
 
 _KIND = ("dtype", "device", "shape")
@@ -96,8 +96,7 @@ def put_back_on_error(*functions: object) -> Iterator[None]:
     written += [x for x in own if isinstance(x, Tensor)]
     values = [(x, _version(x), x.detach().clone()) for x in written]
     constants = [x for x in written if not (x.requires_grad or x._is_view())]
-    states = rng.states([*captured, *(x for part in parts for x in part._parameters.values())])
-    states += rng.states_of(x for x in captured if isinstance(x, Generator))
+    states = rng.states() + rng.states_of(x for x in captured if isinstance(x, Generator))
     try:
         yield
     except BaseException:

@@ -179,8 +179,7 @@ def _sum_over_tasks(
             raise independent("losses")
         return sums
 
-    given = [*outer.variables, *batch.leaves]
-    totals, tensors_of_aux = named_errors(lambda: attempt.run(given, run), given)
+    totals, tensors_of_aux = named_errors(lambda: attempt.run(run))
     return totals, put_back[0](tensors_of_aux)
 
 
