@@ -50,7 +50,8 @@ test: $(VENV)/ready
 
 # What runs on an emulated accelerator: processes of a group would be on the CPU.
 ON_DEVICE := -m 'not slow and not long and not processes' --hypothesis-profile fast
-FEW_ON_DEVICE := $(addprefix tests/,accelerator cuda core retain state streaming eager/test_laws.py \
+FEW_ON_DEVICE := $(addprefix tests/,accelerator cuda retain state streaming core/test_host_reads.py \
+	core/test_ownership.py core/test_paths.py core/test_user_code.py eager/test_laws.py \
 	eager/test_passes.py dotgrad/test_minimize.py func/test_checkpoint.py meta/test_recomputed_steps.py)
 
 # All quick tests on an emulated accelerator, of a kind that torch knows and of one that it does not.
@@ -58,7 +59,7 @@ FEW_ON_DEVICE := $(addprefix tests/,accelerator cuda core retain state streaming
 accelerator: $(VENV)/ready
 	for kind in cuda npu; do GRADKIT_EMULATE=$$kind $(PYTEST) -m 'not slow and not processes' \
 		--hypothesis-profile fast --ignore-glob='tools/*' \
-		$(addprefix --ignore=tests/,docs benchmarks gpu doctor) || exit 1; done
+		$(addprefix --ignore=tests/,docs benchmarks gpu) || exit 1; done
 
 # For work in between: under a minute.
 test-fast: $(VENV)/ready
