@@ -30,7 +30,14 @@ from gradkit._core.params import Params, read_params
 from gradkit._core.pytree import LEAF, PyTree, Structure
 from gradkit.distributed import _agreement, _ddp, _fsdp, all_reduce
 from gradkit.distributed._distributed_call import DistributedCall
-from gradkit.errors import OptionError, StructureError, UnsupportedGraphError, describe, message
+from gradkit.errors import (
+    NotScalarLossError,
+    OptionError,
+    StructureError,
+    UnsupportedGraphError,
+    describe,
+    message,
+)
 from gradkit.tree import add
 
 _MEAN = "gradkit.Accumulator.mean"
@@ -85,11 +92,13 @@ class Accumulator:
         # Of tensors: an iterator can be read once.
         self._tree = params if self._shards else self._params.tree(self._params.variables)
         self._sums = _Sums()
-        if self._replicas:
-            _ddp.require_one_group(self._replicas, "gradkit.Accumulator")
-        if _ddp.with_comm_hook(self._replicas):
+        self._scales: set[float] = set()  # see `averaged_elements`
+        replicas = self._all_replicas()
+        if replicas:
+            _ddp.require_one_group(replicas, "gradkit.Accumulator")
+        if _ddp.with_comm_hook(replicas):
             got = "a communication hook, which would not run"
-        elif any(module.parameters_to_ignore for module in self._replicas):
+        elif any(module.parameters_to_ignore for module in replicas):
             got = "parameters that DistributedDataParallel is to ignore"
         elif not self._shards and any(map(distributed.is_dtensor, self._params.variables)):
             got = "a DTensor that is not in a module of fully_shard"
@@ -98,6 +107,15 @@ class Accumulator:
         expected = "parameters whose gradients are summed over ranks here"
         fix = "leave it out; or gradkit.tree.add_(total, grads) of gradients that are reduced"
         raise UnsupportedGraphError(message("params", expected, got, fix))
+
+    def __copy__(self) -> Accumulator:
+        """Return another with the same sums, to which neither adds for the other."""
+        other = object.__new__(type(self))
+        vars(other).update(vars(self), _scales=set(self._scales))
+        with leave_inference_mode(), INSIDE:  # `add_` writes on the gradients
+            grads = [None if grad is None else grad.clone() for grad in self._sums.grads]
+        other._sums = self._sums._replace(grads=grads)
+        return other
 
     @disable_compile
     def add_(self, loss_sum: PyTree, count: PyTree) -> None:
@@ -111,17 +129,23 @@ class Accumulator:
                 tree like `loss_sum`: each loss has a mean, and a pass, of its own.
 
         Raises:
+            NotScalarLossError: A loss does not have exactly one element.
             OptionError: A count is no such number; or it is 0, and the sum is not.
             StructureError: Losses and counts differ in structure, or from earlier calls, or the
                 parameters that require grad do.
-            UnsupportedGraphError: A loss is a mean over several targets, as its last operation
-                tells. (A mean that is a term of the sum is added as `torch.stack([mean]).sum()`.)
+            UnsupportedGraphError: A loss, or a term of it, is a mean over several targets, or a sum
+                divided by their number, as the operations tell that sums, and products with
+                constants, were made of. (A mean that is itself one of the targets is added as
+                `torch.stack([mean]).sum()`.)
             GradkitError: As in `value_and_grads`. After an error nothing has been added.
         """
         with leave_inference_mode():
-            read = cache(partial(_read, self._sums, loss_sum, count))
+            read = cache(partial(_read, self._sums, self._scales, loss_sum, count))
             joint = pytree.flatten(count)[1] == LEAF
-            self._params, grads = self._run(joint, loss_sum, read)
+            try:
+                self._params, grads = self._run(joint, loss_sum, read)
+            except NotScalarLossError as error:
+                raise NotScalarLossError(str(error).replace(" or loss.mean()", "")) from error
             self._add(*read(), grads)
 
     def _run(
@@ -212,6 +236,10 @@ class Accumulator:
             means = pytree.unflatten(sums.losses, values)
             return means, pytree.unflatten(self._params.spec, by_leaf)
 
+    def _all_replicas(self) -> list[DistributedDataParallel]:
+        """Return the replicated modules that were given, and others that have the parameters."""
+        return self._replicas or distributed.replicas_of(self._params.variables)
+
     def _by_count(self, sums: _Sums) -> list[Sequence[Tensor | None]]:
         width = len(self._params.variables)
         return [sums.grads[i * width : (i + 1) * width] for i in range(len(sums.counts))]
@@ -220,8 +248,8 @@ class Accumulator:
         """Return the groups over which sums are added up, one after the other."""
         if group is None and self._shards:
             return _fsdp.require_groups(self._shards, _MEAN, one_mesh=True)
-        if group is None and self._replicas:
-            return [_ddp.require_one_group(self._replicas, _MEAN)]
+        if group is None and (replicas := self._all_replicas()):
+            return [_ddp.require_one_group(replicas, _MEAN)]
         alone = group is None and not (dist.is_available() and dist.is_initialized())
         return [] if alone else [_agreement.require_group(group, _MEAN)]
 
@@ -255,7 +283,7 @@ class Accumulator:
         return _Sums(sums.losses, summed["counts"].tolist(), values, flat)
 
 
-def _read(before: _Sums, loss_sum: PyTree, count: PyTree) -> _MicroBatch:
+def _read(before: _Sums, scales: set[float], loss_sum: PyTree, count: PyTree) -> _MicroBatch:
     """Return the losses, and one count for all or one for each; raise if they are no sums."""
     losses = read_losses(loss_sum, scalar=True)
     if before.losses is not None and losses.spec != before.losses:
@@ -277,18 +305,22 @@ def _read(before: _Sums, loss_sum: PyTree, count: PyTree) -> _MicroBatch:
             expected = f"the number of targets that {losses.path(index)} is a sum over"
             got, fix = f"0, and a sum of {loss.item()}", "count them; or sum: a mean of none is NaN"
             raise OptionError(message(where[index % len(where)], expected, got, fix))
-        elements = averaged_elements(loss.grad_fn)
-        if elements > 1:
-            got = f"a mean over {elements}"
-            fix = (
-                "reduction='sum', or .sum(), and their number as the count; a mean that is itself "
-                "a term, that of a sequence say, as torch.stack([mean]).sum()"
-            )
+        count_of_loss = counts[index % len(counts)]
+        elements, is_term = averaged_elements(loss.grad_fn, count_of_loss, scales)
+        if elements:
+            got = f"a mean over {elements}{', as one of its terms' * is_term}"
             where_loss = losses.path(index)
-            raise UnsupportedGraphError(message(where_loss, "a sum over targets", got, fix))
+            raise UnsupportedGraphError(message(where_loss, "a sum over targets", got, _OF_SUMS))
     with torch.enable_grad(), INSIDE:  # of a loss of shape [1], separate gradients are [1, ...]
         scalars = [loss.reshape(()) if loss.dim() else loss for loss in losses.leaves]
     return Losses(scalars, losses.spec), counts
+
+
+_OF_SUMS = (
+    "reduction='sum', or .sum(), not divided, and their number as the count. A mean that is one of "
+    "the targets itself, that of a sequence say: torch.stack([mean]).sum(). An auxiliary mean: a "
+    "loss with a count of its own, add_({'fit': fit_sum, 'aux': aux_sum}, {'fit': n, 'aux': m})"
+)
 
 
 def _leaves_like(spec: Structure, spec_root: str, tree: PyTree, root: str) -> list[Any]:

@@ -116,7 +116,8 @@ def value_and_grads(
     """Return the losses' values and the gradient of their weighted sum, from one engine pass.
 
     Bit for bit what `torch.autograd.backward(list_of_losses)` leaves in a fresh `.grad`, which is
-    neither read nor written.
+    neither read nor written. What the backward of a custom Function itself would write there, as
+    that of a reversible network does, is part of the gradients.
 
     Example:
         >>> import torch, gradkit

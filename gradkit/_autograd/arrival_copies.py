@@ -46,12 +46,30 @@ def hooks_refused() -> Iterator[None]:
     guard = _HookGuard()
     with undo_stack() as stack:
         stack.enter_context(guard)
+        if sys.getprofile() is None:  # else a profiler of the user's would miss what runs here
+            stack.callback(sys.setprofile, None)
+            sys.setprofile(_refuse_entry)
         yield
     if guard.has_met:
         raise HookInBatchError(_HOOK)
 
 
 _HOOK = "a hook computes with the gradient, which in a batched pass is a batch of them"
+
+
+def _refuse_entry(frame: FrameType, event: str, _: object) -> None:
+    """Raise before the first line of a hook that a pass of this thread calls with a batch."""
+    # A hook may count its calls, or remove itself, before it computes. In the threads of devices,
+    # and below a profiler, the guard alone refuses it.
+    caller = frame.f_back
+    if event != "call" or caller is None or caller.f_code.co_name not in _ENGINE:
+        return
+    # Through torch.autograd.function the engine calls the backward of a Function, which is no hook.
+    of_function = "gradkit.", "torch.autograd.function"
+    if not str(frame.f_globals.get("__name__")).startswith(of_function):
+        given = [frame.f_locals.get(name) for name in frame.f_code.co_varnames]
+        if any(map(is_batch, pytree.tensors(given))):
+            raise HookInBatchError(_HOOK)
 
 
 class _HookGuard(TorchFunctionMode):
@@ -140,7 +158,10 @@ class ArrivalCapture:
         """Return the gradients, with those that arrived instead of the engine's captures."""
         for index, by_pass in self._arrived.items():
             if self.own_pass[0] in by_pass:
-                grads[index] = by_pass.pop(self.own_pass[0])
+                arrived, captured = by_pass.pop(self.own_pass[0]), grads[index]
+                if type(arrived) is Tensor and captured is not None:
+                    arrived = arrived.as_subclass(type(captured))  # as torch.autograd.grad does
+                grads[index] = arrived
         return grads
 
 
@@ -249,7 +270,7 @@ def _location(frame: FrameType | None) -> str | None:
         module = frame.f_globals.get("__name__", "")
         if module == CHECKPOINT_MODULE:
             return None  # it recomputes, and writes on what it has made
-        if location is None and not module.startswith("torch."):
+        if location is None and not module.startswith(("torch.", "gradkit.")):
             code = frame.f_code
             location = f"{code.co_qualname} ({code.co_filename}, line {frame.f_lineno})"
         hook = frame.f_locals.get("self") if module == BackwardHook.__module__ else None

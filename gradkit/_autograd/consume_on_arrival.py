@@ -13,10 +13,10 @@ from torch import Tensor
 
 from gradkit._autograd.arrival_copies import copied_on_arrival, hooks_refused
 from gradkit._autograd.engine import own_roots, run_batch, run_grad
-from gradkit._autograd.passes import PassRunner
+from gradkit._autograd.passes import PassRunner, side_effects
 from gradkit._checks.checked import is_checked
 from gradkit._checks.circumstances import USER_CODE, around
-from gradkit._checks.modified_tensors import refuse_pre_hooks
+from gradkit._checks.modified_tensors import functions_above_hidden, refuse_pre_hooks
 from gradkit._compat.autograd import (
     as_batch,
     batched_mode,
@@ -50,7 +50,10 @@ class ConsumingRunner(PassRunner):
     ) -> list[Tensor | None]:
         """Run one pass, and return what the engine captured: None where no gradient arrived."""
         refuse_pre_hooks(self.call)
-        if is_checked():  # which copies gradients as they arrive
+        # Inside `checked()`, gradients are copied as they arrive; those that a Function writes into
+        # `.grad` are whole at the end of the pass only.
+        users = self.call.functions.users
+        if is_checked() or (users and functions_above_hidden(self.call, variables)):
             grads = PassRunner.grads(self, outputs, seeds, variables, retain=retain)
             for index, grad in enumerate(grads):
                 if grad is not None:
@@ -65,8 +68,12 @@ class ConsumingRunner(PassRunner):
             self.consume(index, grad)
 
         arrivals = Arrivals(variables, consume)
-        with self.observed_inputs(variables) as inputs, arrivals.from_roots(outputs) as roots:
-            captured = run_grad(self.call, roots, inputs, seeds, retain_graph=retain)
+        effects = side_effects(self.call, variables, retain=retain) if users else nullcontext()
+        with effects as written, INSIDE:
+            with self.observed_inputs(variables) as inputs, arrivals.from_roots(outputs) as roots:
+                captured = run_grad(self.call, roots, inputs, seeds, retain_graph=retain)
+            if written is not None:
+                written.refuse(self.call.losses.first_paths)
         # The pass itself may have registered the first hook of the process.
         if versions and (around(self.call) & USER_CODE or user_code.hooks_registered()):
             self.refuse_modified(outputs, variables, versions)

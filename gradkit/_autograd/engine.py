@@ -7,16 +7,17 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.func import vmap
 
-from gradkit._checks.circumstances import SUBCLASSES, around
-from gradkit._checks.eager_graph import DONATED, freed_message, losses_freed
+from gradkit._checks.circumstances import HOOKS, SUBCLASSES, around
+from gradkit._checks.eager_graph import DONATED, freed_message, losses_freed, only_backward
 from gradkit._checks.higher_derivatives import refuse_undifferentiable
+from gradkit._checks.hooks_in_passes import any_changed_gradients, refuse_second_order, watched_pass
 from gradkit._checks.modified_tensors import modified_message
 from gradkit._checks.recomputations import refuse_checkpoint_error
 from gradkit._compat.autograd import current_pass, function_mode_enabled, record_stream, run_engine
@@ -33,6 +34,7 @@ from gradkit._core.grad_recorder import (
     observers,
     what_begins,
 )
+from gradkit._core.graph import Subgraph
 from gradkit._core.known_results import merged
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._state.grad_attribute import grads_put_back, set_grads
@@ -50,10 +52,24 @@ def run_grad(
     *,
     retain_graph: bool,
     is_grads_batched: bool = False,
+    watched: bool = False,
 ) -> list[Tensor | None]:
     """Return the gradients of a weighted sum of outputs with respect to tensors or graph edges."""
     options = retain_graph, call.create_graph
     bits = around(call) if call.around is None else call.around
+    # A gradient that is captured among shards that are recomputed would be a partial sum.
+    of_shards = recomputed_tensor_sources and bits & SUBCLASSES
+    is_first = bits & HOOKS and not (watched or is_grads_batched or of_shards)
+    if is_first and (call.create_graph or any_changed_gradients()):
+        again = partial(run_grad, call, outputs, seeds=seeds, watched=True)
+        return watched_pass(
+            lambda edges, keep: again(inputs=[*inputs, *edges], retain_graph=retain_graph or keep),
+            call.losses.first_paths,
+            Subgraph(outputs, ends=call.graph.ends),
+            [x for x in inputs if isinstance(x, Tensor)],
+            [x.node for x in inputs if not isinstance(x, Tensor)],
+            create_graph=call.create_graph,
+        )
     by_engine = not (bits & SUBCLASSES or is_grads_batched or function_mode_enabled())
     grads: Sequence[Tensor | None]
     try:
@@ -110,7 +126,8 @@ def run_batch(
 
 
 def _refuse_undifferentiable(call: Call) -> AbstractContextManager[None]:
-    return refuse_undifferentiable(call.losses.first_paths, call.whole)
+    variables = [variable for _, _, variable in call.variables()]
+    return refuse_undifferentiable(call.losses.first_paths, call.whole, variables)
 
 
 def run_backward(
@@ -122,6 +139,11 @@ def run_backward(
     retain_graph: bool,
 ) -> None:
     """Accumulate the gradient of a weighted sum of outputs into `.grad` of some, or all, leaves."""
+    if any_changed_gradients():
+        below = call.whole
+        refuse_second_order(
+            call.losses.first_paths, below.leading_to(variables) if variables else below.nodes
+        )
     by_formula = call.create_graph and holds_formulas(call.whole)
     restoring = by_formula or (call.create_graph and call.functions.users)
     formulas = differentiated_by_formula(call.whole) if by_formula else INSIDE
@@ -162,6 +184,8 @@ def _raise_named(error: RuntimeError, call: Call) -> None:
         "under selective activation checkpoint": _SELECTIVE,
     }
     reason = next((reason for part, reason in known.items() if part in text), None)
+    if _UNDER_BACKWARD in text:
+        reason = only_backward()
     reason = reason or missing_derivative(error) or (without and _no_formula(without[1]))
     if reason:
         raise UnsupportedGraphError(message(where, *reason)) from error
@@ -170,6 +194,7 @@ def _raise_named(error: RuntimeError, call: Call) -> None:
         raise UnsupportedGraphError(modified_message(error, call)) from error
 
 
+_UNDER_BACKWARD = "compatible with .grad()"  # says a checkpoint of another library
 _SELECTIVE = (
     "a graph that more than one pass can go through",
     "a selective checkpoint (one with a context_fn), which keeps its results for one pass",
@@ -237,6 +262,8 @@ def inner_grads(
             return list(torch.autograd.grad(roots, inputs, seeds, *options, allow_unused=True))
         except RuntimeError as error:
             refuse_checkpoint_error(error, "a loss", roots)
+            if _UNDER_BACKWARD in str(error):
+                raise UnsupportedGraphError(message("a loss", *only_backward())) from error
             reason = missing_derivative(error)
             if reason is None:
                 raise

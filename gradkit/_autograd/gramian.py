@@ -14,6 +14,7 @@ from gradkit._autograd.engine import unrecorded
 from gradkit._autograd.ghost_norms import ghost_norms
 from gradkit._autograd.jacobian_rows import JacobianRows, read_jacobian_rows
 from gradkit._autograd.passes import PassRunner, grads_to_tree, run_in_turn
+from gradkit._checks.circumstances import HOOKS
 from gradkit._compat.autograd import record_stream
 from gradkit._compat.distributed import full_tensor
 from gradkit._core import pytree
@@ -30,6 +31,7 @@ from gradkit._core.leaf_arithmetic import (
 )
 from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
+from gradkit._state.hook_tables import hooks_kept, same_hooks_in_each_pass
 from gradkit._state.snapshot import put_back_on_error
 from gradkit.errors import LeafTypeError, OptionError, StructureError, describe, message
 
@@ -39,6 +41,9 @@ def clipped_sum(
 ) -> PyTree:
     """Return the sum of the gradients of the elements of one loss, each of at most some norm."""
     rows = read_jacobian_rows(losses, params)
+    if (rows.call.around or 0) & HOOKS and not hooks_kept():
+        with same_hooks_in_each_pass():
+            return clipped_sum(losses, params, max_norm, chunk_size, retain)
     if isinstance(max_norm, Tensor) and max_norm.is_meta and not params.variables[0].is_meta:
         expected = "a number, or a tensor that has a value"
         raise OptionError(message("max_norm", expected, describe(max_norm), "max_norm=1.0"))
@@ -161,6 +166,9 @@ def _norm(rows: JacobianRows, by_leaf: dict[int, Tensor], count: int) -> Tensor:
 def gramian(losses: Losses, params: Params, *, chunk_size: int | None, retain: bool) -> Tensor:
     """Return the inner products of the gradients of all elements of all losses."""
     rows = read_jacobian_rows(losses, params)
+    if (rows.call.around or 0) & HOOKS and not hooks_kept():
+        with same_hooks_in_each_pass():
+            return gramian(losses, params, chunk_size=chunk_size, retain=retain)
     if not rows.elements:
         fix = "leave out losses without elements"
         raise StructureError(message("losses", "at least one element", "none", fix))

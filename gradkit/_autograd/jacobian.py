@@ -20,6 +20,7 @@ from gradkit._core.graph import Subgraph
 from gradkit._core.leaf_arithmetic import uncompressed
 from gradkit._core.ownership import PLAIN_TYPES, empty_for, zeros_for
 from gradkit._core.params import Params
+from gradkit._state.hook_tables import put_hooks_back
 from gradkit._torch_bugs.node_formulas import holds_formulas
 from gradkit.errors import GradkitError, UnsupportedGraphError, first_line, message, warn_fallback
 
@@ -280,6 +281,7 @@ def batched(
     except BATCH_FAILURES as error:
         if torch.compiler.is_compiling() or isinstance(error, GradkitError):
             raise
+        put_hooks_back()
         warn_not_batched(f"the batched pass failed ({type(error).__name__}: {first_line(error)})")
         return sequential(passes, loss, variables, retain=retain)
     if not retain:

@@ -23,6 +23,7 @@ from gradkit._core.grad_recorder import hidden_passes
 from gradkit._core.leaf_arithmetic import common_dtype
 from gradkit._core.ownership import grad_dtype
 from gradkit._core.params import Params
+from gradkit._state.hook_tables import put_hooks_back
 from gradkit.errors import GradkitError, LeafTypeError, first_line, message, warn_fallback
 
 ARRIVED = torch.empty(0)  # stands for a gradient that has arrived and is gone
@@ -107,6 +108,7 @@ class JacobianRows:
             except BATCH_FAILURES as error:
                 if isinstance(error, GradkitError):
                     raise
+                put_hooks_back()
                 reason = f"the batched pass failed ({type(error).__name__}: {first_line(error)})"
             else:
                 # The host has to wait for it. One loss's cotangents are zeros in another's graph.

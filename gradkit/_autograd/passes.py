@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import islice
 from operator import attrgetter
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,17 +17,17 @@ from gradkit._autograd import engine, jacobian
 from gradkit._autograd.arrival_copies import (
     ArrivalCapture,
     WriteFinder,
-    copied_on_arrival,
     hooks_refused,
-    memory_address,
     without_shared_memory,
 )
 from gradkit._autograd.release import plan_release, release
 from gradkit._autograd.sample_pass import Uses, run_samples, uses_by_loss
-from gradkit._checks.checked import is_checked, step_monitor
+from gradkit._autograd.side_effects import WrittenGrads, side_effects_put_back
+from gradkit._checks.checked import step_monitor
 from gradkit._checks.circumstances import (
     CREATES_GRAPH,
     GUARDED,
+    HOOKS,
     OBSERVED,
     RECORDED,
     RETAINED,
@@ -35,14 +35,14 @@ from gradkit._checks.circumstances import (
     around,
 )
 from gradkit._checks.eager_graph import check_call, refuse_donated
-from gradkit._checks.higher_derivatives import refuse_undifferentiable
 from gradkit._checks.modified_tensors import (
-    functions_below,
+    edges_above_hidden,
     grad_versions,
+    leaves_of_functions,
+    nodes_of_functions,
     refuse_modified,
     refuse_pre_hooks,
     variables_to_copy,
-    variables_to_copy_inside,
 )
 from gradkit._checks.reachability import refuse_unreached
 from gradkit._compat.autograd import (
@@ -54,7 +54,7 @@ from gradkit._compat.autograd import (
 )
 from gradkit._compat.distributed import replicated
 from gradkit._compat.nodes import names_by_kind
-from gradkit._compat.transforms import detach_keep_tangent, in_dual_level, unbatched
+from gradkit._compat.transforms import detach_keep_tangent, in_dual_level
 from gradkit._compat.undoing import INSIDE, undo_stack
 from gradkit._core import pytree
 from gradkit._core.call import (
@@ -72,65 +72,23 @@ from gradkit._core.ownership import PLAIN_TYPES, owned, owned_of_each, zeros_for
 from gradkit._core.params import Params, read_params
 from gradkit._core.pytree import LEAF, PyTree, Structure
 from gradkit._core.results_without_graph import with_zero_derivatives
-from gradkit._core.user_code import functions_alive, hooks_registered, user_code_may_run
+from gradkit._core.user_code import hooks_registered
 from gradkit._state.grad_attribute import grads_put_back
-from gradkit._torch_bugs.node_formulas import differentiated_by_formula
+from gradkit._state.hook_tables import hooks_kept, same_hooks_in_each_pass
 
 _version, _requires_grad = attrgetter("_version"), attrgetter("requires_grad")
 
 
-@dataclass(frozen=True, slots=True)
-class InnerPass:
-    """A pass that ends at all of its variables."""
-
-    where: str  # what errors call its roots
-    path: Callable[[int], str]  # what they call a variable, by its number
-    variables: Sequence[Tensor]  # what it differentiates with respect to
-    below: Subgraph  # of its roots
-    cotangents: Sequence[Tensor | None] = ()  # of its roots, if the caller has made them
-
-    def grads(
-        self, roots: Sequence[Tensor], *, create_graph: bool = False, retain_graph: bool = False
-    ) -> list[Tensor | None]:
-        """Return the gradient of the roots by each variable."""
-        options = {"create_graph": create_graph, "retain_graph": retain_graph or create_graph}
-        run = partial(engine.inner_grads, roots, self.variables, self.cotangents or None, **options)
-        return self.guarded(run, create_graph=create_graph)
-
-    def guarded(
-        self, run: Callable[[], list[Tensor | None]], *, create_graph: bool
-    ) -> list[Tensor | None]:
-        """Return the gradients of `run`, which is the pass; raise if the user's code spoils one."""
-        formulas = differentiated_by_formula(self.below) if create_graph else nullcontext()
-        if not user_code_may_run():
-            with formulas:
-                return run()
-        before = _writes_before(self.cotangents)
-        with undo_stack() as stack:
-            stack.enter_context(formulas)
-            functions = functions_below(self.below) if functions_alive().users else []
-            if create_graph and functions:
-                stack.enter_context(refuse_undifferentiable(lambda: self.where, self.below))
-            copied = variables_to_copy_inside(self.variables, functions)
-            stack.enter_context(copied_on_arrival(copied))
-            if is_checked():
-                stack.enter_context(without_shared_memory(self.below.nodes))
-            grads = run()
-        arrived = [None if grad is None else unbatched(grad) for grad in grads]
-        versions = grad_versions(self.variables, arrived, copied)
-        if before:  # a gradient may be a cotangent itself
-            for index in versions:
-                versions[index] -= before.get(memory_address(cast("Tensor", arrived[index])), 0)
-        refuse_modified(lambda: self.where, self.path, self.variables, self.below, versions)
-        return grads
-
-
-def _writes_before(cotangents: Iterable[Tensor | None]) -> dict[int, int]:
-    """Return how often each cotangent had been written on before the pass, by its memory."""
-    given = [unbatched(cotangent) for cotangent in cotangents if cotangent is not None]
-    counted = [cotangent for cotangent in given if not cotangent.is_inference()]
-    written = sorted(filter(_version, counted), key=_version)
-    return {memory_address(cotangent): cotangent._version for cotangent in written}
+def side_effects(
+    call: Call, variables: list[Tensor], *, retain: bool
+) -> AbstractContextManager[WrittenGrads | None]:
+    """Put back what the Functions of a call write beside returning gradients, if it has any."""
+    if not nodes_of_functions(call):
+        return nullcontext()
+    paths, add = call.losses.first_paths, not call.create_graph
+    return side_effects_put_back(
+        leaves_of_functions(call), variables, paths, retain=retain, add=add
+    )
 
 
 @dataclass(slots=True)
@@ -160,24 +118,43 @@ class PassRunner:
         # always share memory.
         call = self.call
         bits = around(call) if call.around is None else call.around
-        copied: list[Tensor] = []
-        versions: dict[int, int] = {}
-        if not bits & GUARDED:
-            grads = engine.run_grad(call, outputs, variables, seeds, retain_graph=retain)
-        else:
-            copied = self.look_for_hooks(variables)
+        if bits & GUARDED:
             args = outputs, seeds, variables
-            with engine.recording(call) if bits & RECORDED else INSIDE, INSIDE:
-                if copied or bits & (OBSERVED | RETAINED):
-                    grads, versions = self._captured_grads(*args, copied, retain=retain)
-                else:
-                    grads = engine.run_grad(call, outputs, variables, seeds, retain_graph=retain)
-        # The pass itself may have registered the first hook of the process.
-        if (bits & USER_CODE or hooks_registered()) and len(copied) < len(variables):
-            versions |= grad_versions(variables, grads, copied)
+            grads, versions = self._guarded_grads(*args, bits, retain=retain)
+        else:
+            grads = engine.run_grad(call, outputs, variables, seeds, retain_graph=retain)
+            # The pass itself may have registered the first hook of the process.
+            versions = grad_versions(variables, grads, ()) if hooks_registered() else {}
         if versions:
             self.refuse_modified(outputs, variables, versions)
         return grads if shared or call.create_graph else owned(grads, variables)
+
+    def _guarded_grads(
+        self,
+        outputs: Sequence[Tensor],
+        seeds: Sequence[Tensor | None],
+        variables: list[Tensor],
+        bits: int,
+        *,
+        retain: bool,
+    ) -> tuple[list[Tensor | None], dict[int, int]]:
+        """Run a pass among what user code may do; return the versions of gradients, too."""
+        call, copied = self.call, self.look_for_hooks(variables)
+        versions: dict[int, int] = {}
+        with side_effects(call, variables, retain=retain) as written, INSIDE:
+            with engine.recording(call) if bits & RECORDED else INSIDE, INSIDE:
+                if copied or written is not None or bits & (OBSERVED | RETAINED):
+                    args = outputs, seeds, variables, copied
+                    grads, versions = self._captured_grads(*args, written, retain=retain)
+                else:
+                    grads = engine.run_grad(call, outputs, variables, seeds, retain_graph=retain)
+            if (bits & USER_CODE or hooks_registered()) and len(copied) < len(variables):
+                versions |= grad_versions(variables, grads, copied)
+            if written is not None:
+                if call.create_graph:
+                    written.refuse(call.losses.first_paths)
+                grads = written.added_to(grads)
+        return grads, versions
 
     def look_for_hooks(self, variables: list[Tensor]) -> list[Tensor]:
         """Return the variables whose gradients are copied as they arrive; looked for once."""
@@ -203,6 +180,7 @@ class PassRunner:
         seeds: Sequence[Tensor | None],
         variables: list[Tensor],
         copied: list[Tensor],
+        written: WrittenGrads | None,
         *,
         retain: bool,
     ) -> tuple[list[Tensor | None], dict[int, int]]:
@@ -215,7 +193,9 @@ class PassRunner:
             finder = None if monitor is None else WriteFinder()
             capture = ArrivalCapture(variables, copied, stack, create_graph=create, finder=finder)
             roots = outputs
-            if capture.needs_number:
+            if written is not None:
+                written.own_pass = capture.own_pass
+            if capture.needs_number or (written is not None and written.summed):
                 roots = stack.enter_context(engine.own_roots(outputs, capture.own_pass.append))
             if finder is not None and around(self.call) & USER_CODE:
                 nodes = self.call.whole.nodes
@@ -234,8 +214,9 @@ class PassRunner:
         """Yield what a pass is for, observed tensors too; every `.grad` is put back afterwards."""
         extra = observed_tensors()
         retained = self.retained((*variables, *(tensor for tensor, _ in extra)))
+        hidden = edges_above_hidden(self.call, variables) if self.call.functions.users else ()
         with grads_put_back(list({id(t): t for t in retained}.values())):
-            yield [*variables, *(edge for _, edge in extra)]
+            yield [*variables, *(edge for _, edge in extra), *hidden]
 
     def retained(self, tensors: Iterable[Tensor] = ()) -> list[Tensor]:
         """Return those tensors, losses and weights whose `.grad` a pass writes [D4]."""
@@ -274,7 +255,13 @@ class PassRunner:
         retain: bool,
     ) -> None:
         """Run one pass that accumulates into `.grad` of some leaves, or of all if None."""
-        engine.run_backward(self.call, outputs, seeds, variables, retain_graph=retain)
+        others: dict[int, Tensor] = {}
+        if variables is not None and self.call.functions.users:
+            ids = set(map(id, variables))
+            hidden = [one.hidden for one in leaves_of_functions(self.call)]
+            others = {key: leaf for each in hidden for key, leaf in each.items() if key not in ids}
+        with grads_put_back([*others.values()]):
+            engine.run_backward(self.call, outputs, seeds, variables, retain_graph=retain)
 
 
 RunnerFactory: TypeAlias = Callable[..., PassRunner]
@@ -426,9 +413,16 @@ def run_in_turn(
     # `differentiate` runs one: from a loss, for variables, retaining the graph or not. What it
     # gives may share memory if `together` is not 0: the number of passes after which that of all
     # of them is looked at, and what they may share lives until then.
+    if (call.around or 0) & HOOKS and not hooks_kept():
+        with same_hooks_in_each_pass():
+            return run_in_turn(call, differentiate, retain, together)
     plans = None
     if not retain and len(call.passes) > 1:
-        plans = plan_release(call, [edge.node for _, edge in observed_tensors()])
+        extra = [edge.node for _, edge in observed_tensors()]
+        if call.functions.users:
+            every = edges_above_hidden(call, (v for _, _, v in call.variables()))
+            extra += [edge.node for edge in every]
+        plans = plan_release(call, extra)
     kept = [retain] * len(call.passes) if plans is None else [plan.retain for plan in plans]
     if retain or len(kept) > 1:  # for a single loss of several elements, the engine says so
         refuse_donated(call, kept)
@@ -516,9 +510,12 @@ def trees_by_loss(result: PassResult, params: Params, unused: str) -> PyTree:
     return pytree.unflatten(losses.spec, trees)
 
 
-def read_params_of_each(losses: Losses, params: PyTree) -> list[Params]:
+def read_params_of_each(
+    losses: Losses, params: PyTree, *, allow_distributed: bool = False
+) -> list[Params]:
     """Return the params that stand at the place of each loss in a tree of params."""
-    return list(map(read_params, params_of_each_loss(losses, params), _roots(losses.spec)))
+    read = partial(read_params, allow_distributed=allow_distributed)
+    return list(map(read, params_of_each_loss(losses, params), _roots(losses.spec)))
 
 
 @lru_cache(maxsize=64)

@@ -27,6 +27,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from gradkit._compat import checkpoints, transforms
+from gradkit._compat.autograd import increment_version
 from gradkit._compat.checkpoints import Frame
 from gradkit._compat.distributed import local_tensor
 from gradkit._compat.nodes import IN_EVAL_MODE, kind_of_node, packed_tensors
@@ -115,6 +116,8 @@ class StepMonitor:
         began_idle = id(optimizer) in self._began_idle
         self._began_idle.discard(id(optimizer))
         params = list(_params(optimizer))
+        # A fused step tells no graph that it has written on the parameters.
+        increment_version([p for p in params if p.grad is not None and not p.is_inference()])
         if self._warned or not began_idle or any(param.grad is not None for param in params):
             return
         noted = (self._returned.get(id(param)) for param in params)
@@ -136,7 +139,7 @@ def _params(optimizer: Optimizer) -> Iterator[Tensor]:
 
 # What torch writes after it has saved it. In training, a pass does not need running statistics; the
 # noise of an RReLU is refused where it is lost.
-_STATISTICS, _NOISE = {"running_mean", "running_var"}, "noise"
+STATISTICS, _NOISE = {"running_mean", "running_var"}, "noise"
 
 
 class SavedValue:
@@ -346,7 +349,7 @@ def compare_values(frames: Iterable[Frame], nodes: Iterable[Node]) -> None:
     for value in by_holder.values():
         value.is_compared = value.differs = False
     for node in nodes if by_holder else ():
-        written_later = set() if kind_of_node(node).endswith(IN_EVAL_MODE) else _STATISTICS
+        written_later = set() if kind_of_node(node).endswith(IN_EVAL_MODE) else STATISTICS
         for name, packed in packed_tensors(node):
             key = id(packed.data)
             if key in by_holder and name not in {*written_later, _NOISE}:

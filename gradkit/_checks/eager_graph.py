@@ -14,6 +14,7 @@ from gradkit._checks.circumstances import (
     CONSTANT,
     CREATES_GRAPH,
     FUNCTIONS,
+    HOOKS,
     INCOMPLETE,
     MUST_REACH,
     NO_VARIABLES,
@@ -24,7 +25,7 @@ from gradkit._checks.circumstances import (
     WATCHED,
     around,
 )
-from gradkit._checks.modified_tensors import nodes_of_functions
+from gradkit._checks.modified_tensors import functions_above_hidden, nodes_of_functions
 from gradkit._compat import distributed
 from gradkit._compat.dynamo import any_compiled, overwrites_saved_tensors
 from gradkit._compat.nodes import any_released, has_released, names_by_kind, output_kind
@@ -32,12 +33,20 @@ from gradkit._core import graph
 from gradkit._core.call import Call, Losses
 from gradkit._core.graph import Subgraph
 from gradkit._core.params import Params
+from gradkit._core.user_code import asks_for_backward, name_of_function
 from gradkit.errors import FreedGraphError, UnsupportedGraphError, message
 
 
-def check_backward(call: Call) -> None:
+def check_backward(call: Call, *, casts: bool) -> None:
     """Raise if `.backward()` for some params would leave `.grad` wrong, or as it was."""
+    # `casts`: of leaves that were cast, too, for which the whole graph is walked.
     check_call(call)
+    if call.functions.users:
+        _refuse_not_executed(call)
+    if not casts:
+        if not graph.leads_to_one_of(call.outputs, call.passes[0].params.variables):
+            reachability.refuse_nothing_reached(call)
+        return
     below = call.whole
     if not any(below.reaches(variable) for _, _, variable in call.variables()):
         reachability.refuse_nothing_reached(call)
@@ -48,6 +57,17 @@ def check_backward(call: Call) -> None:
         reachability.refuse_cast_since_forward(call, each)
 
 
+def _refuse_not_executed(call: Call) -> None:
+    """Raise if `.backward()` for some params leaves out a Function that may write their `.grad`."""
+    variables = [variable for _, _, variable in call.variables()]
+    functions = functions_above_hidden(call, variables)
+    if functions and not call.whole.leading_to(variables).issuperset(functions):
+        got = "some that the backward of a Function may write the .grad of, which torch leaves out "
+        got += "for these params"
+        fix = "gradkit.backward_(losses), for all leaves; or gradkit.value_and_grads"
+        raise UnsupportedGraphError(message("params", "leaves that a pass reaches", got, fix))
+
+
 def check_backward_to_leaves(call: Call) -> None:
     """Raise if `.backward()` for all leaves would leave `.grad` wrong, or as it was."""
     for index in call.differentiated:
@@ -56,6 +76,7 @@ def check_backward_to_leaves(call: Call) -> None:
         if call.create_graph:
             below, where = call.graph.below([index]), partial(call.losses.path, index)
             leaves = list(below.leaves.values())
+            reachability.refuse_unrecorded(leaves, where)
             higher_derivatives.refuse_wrong_derivative(where, leaves, below)
     if around(call) & (CREATES_GRAPH | WATCHED | CHECKPOINTS):
         _refuse_other_tensors(call)
@@ -81,6 +102,14 @@ def _refuse_special_points(call: Call) -> None:
         for child, _ in node.next_functions
     ):
         higher_derivatives.refuse_in_call(call)
+
+
+def _refuse_checkpoints(call: Call) -> None:
+    """Raise if a Function asks torch whether it runs under `.backward()`, as checkpoints do."""
+    for kind in set(map(type, nodes_of_functions(call))):
+        if asks_for_backward(kind):
+            reason = only_backward(name_of_function(kind))
+            raise UnsupportedGraphError(message(call.losses.first_paths(), *reason))
 
 
 def _refuse_gathered(call: Call) -> None:
@@ -154,6 +183,14 @@ def losses_freed(losses: Losses) -> Sequence[int]:
     return freed or range(len(graphs))
 
 
+def only_backward(name: str = "a Function") -> tuple[str, str, str]:
+    """Return (expected, got, what to do) for a Function that runs under `.backward()` only."""
+    got = f"{name}, whose backward runs under .backward() only: a reentrant checkpoint"
+    fix = "torch.utils.checkpoint.checkpoint(..., use_reentrant=False); or `with "
+    fix += "gradkit.capture_grads(params) as captured:` around loss.backward(); or backward_(loss)"
+    return "a graph without reentrant checkpoints", got, fix
+
+
 # [F1, M4, M5]; the names are those of `user_code.REFUSED`.
 _REASONS = {
     "CheckpointFunctionBackward": (
@@ -193,9 +230,11 @@ def refusal_reasons(
 # What is checked before the passes of a call, in this order: what there is around it, and by what.
 _BEFORE: tuple[tuple[int, Callable[[Call], None]], ...] = (
     (NO_VARIABLES, reachability.refuse_no_variables),
+    (HOOKS, reachability.refuse_hooked_leaf_losses),
     (SHARDED, _refuse_gathered),
     (CREATES_GRAPH, higher_derivatives.refuse_wrong_derivatives),
     (CONSTANT, higher_derivatives.refuse_inside_transforms),
+    (FUNCTIONS, _refuse_checkpoints),
     (INCOMPLETE | MUST_REACH | SEVERAL_PASSES | FUNCTIONS, _refuse_special_points),
     (INCOMPLETE, _refuse_incomplete),
     (CHANGED | SUBCLASSES, reachability.refuse_unreached_views_and_subclasses),

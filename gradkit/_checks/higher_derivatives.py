@@ -2,28 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 from torch.autograd.graph import Node
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from gradkit._checks.checked import is_checked
 from gradkit._compat import transforms
-from gradkit._compat.autograd import current_pass, forward_class, sequence_number
+from gradkit._compat.autograd import (
+    current_pass,
+    forward_class,
+    run_around_backward,
+    sequence_number,
+)
 from gradkit._compat.distributed import is_dtensor
-from gradkit._compat.dynamo import COMPILED
-from gradkit._compat.nodes import DRAW_AFTER_SAVING, IN_EVAL_MODE, hooked_tensors, kind_of_node
-from gradkit._compat.undoing import undone
+from gradkit._compat.dynamo import COMPILED, leave_uncompiled
+from gradkit._compat.nodes import (
+    DRAW_AFTER_SAVING,
+    IN_EVAL_MODE,
+    SCRIPTED,
+    hooked_tensors,
+    is_scripted,
+    kind_of_node,
+)
+from gradkit._compat.undoing import INSIDE, undone
 from gradkit._compat.versions import is_mended
+from gradkit._core import pytree
 from gradkit._core.call import Call
-from gradkit._core.graph import Subgraph, leaf_tensors, nodes_below
-from gradkit._core.user_code import Cotangents, register_own_hooks, remove_hooks, user_functions
+from gradkit._core.graph import Subgraph, leaf_tensors, metadata, nodes_below, nodes_from
+from gradkit._core.known_results import attach
+from gradkit._core.user_code import (
+    Cotangents,
+    kept_tensors,
+    name_of_function,
+    register_own_hooks,
+    remove_hooks,
+    user_functions,
+)
 from gradkit._torch_bugs import missing
 from gradkit._torch_bugs.node_formulas import NODE_FORMULAS, has_formula
 from gradkit._torch_bugs.table import READERS, SECOND, WRONG_ORDER
@@ -36,7 +58,12 @@ KINDS = frozenset(READERS)
 # function was computed from where that is not saved, and is left out then.
 # What draws after it has saved is looked at, too, which hooks of saved tensors may have spoiled.
 _REFUSED = {kind.removesuffix(IN_EVAL_MODE) for kind in WRONG_ORDER} | missing.WITHOUT_SECOND.keys()
-_REFUSED |= {COMPILED, *NODE_FORMULAS, *(kind.__name__ for kind in KINDS | DRAW_AFTER_SAVING)}
+_REFUSED |= {
+    COMPILED,
+    SCRIPTED,
+    *NODE_FORMULAS,
+    *(kind.__name__ for kind in KINDS | DRAW_AFTER_SAVING),
+}
 _DTENSORS_ARE_WRONG = not is_mended("DTensor")
 
 
@@ -100,6 +127,10 @@ def refuse_wrong_derivative(
         return
     leading = below.leading_to(variables)
     _refuse_values(where, leading, create_graph=True)
+    # The engine differentiates such a node right; in a transform, its gradient is a constant.
+    in_transform = any(map(transforms.is_transform_tensor, below.roots))
+    if in_transform and any(map(is_scripted, leading)):
+        raise UnsupportedGraphError(message(where(), *_SCRIPTED))
     nodes = {
         kind_of_node(node): type(node)
         for node in leading
@@ -135,6 +166,15 @@ def _reason(name: str) -> missing.Reason | None:
     return f"{missing.DIFFERENTIABLE} again", f"{got} gets silently wrong", fix
 
 
+_SCRIPTED = (
+    missing.DIFFERENTIABLE,
+    "one of torch.jit.script or torch.jit.trace, compiled by an earlier call outside of "
+    "gradkit.func: torch.func takes its gradient for a constant",
+    "the eager calls, gradkit.value_and_grads(losses, params, create_graph=True); the function "
+    "that is not scripted; or PYTORCH_JIT=0 in the environment, where a library scripts it",
+)
+
+
 def _is_once_differentiable(kind: Any) -> bool:
     """Return whether the decorator shows; where it is hidden, the pass itself finds out."""
     function = forward_class(kind)
@@ -151,9 +191,9 @@ _WRAPPER_CODE = once_differentiable(lambda ctx: None).__code__
 
 def undifferentiable_message(where: str, kind: type) -> str:
     """Return the message for a Function whose gradients cannot be differentiated."""
-    got = kind.__name__.removesuffix("Backward").removesuffix("Generated")
-    got += ", a Function whose backward cannot be: it is once_differentiable, or cuts the path to "
-    got += "its gradients (no_grad, detach(), .data, NumPy, a kernel that autograd does not know)"
+    got = f"{name_of_function(kind)}, a Function whose backward cannot be: it is "
+    got += "once_differentiable, or cuts the path to its gradients (no_grad, detach(), .data, "
+    got += "NumPy, a kernel that autograd does not know)"
     fix = "leave out create_graph=True; take unroll(..., first_order=True)"
     if not forward_class(kind).__module__.startswith("torch."):
         fix += "; or give it a backward made of operations that can be differentiated, that "
@@ -162,7 +202,9 @@ def undifferentiable_message(where: str, kind: type) -> str:
 
 
 @contextmanager
-def refuse_undifferentiable(where: Callable[[], str], below: Subgraph) -> Iterator[None]:
+def refuse_undifferentiable(
+    where: Callable[[], str], below: Subgraph, variables: Sequence[Tensor] = ()
+) -> Iterator[None]:
     """Raise from a pass with a graph if a Function's gradients have no path to its cotangent."""
     # Such a gradient, or derivative of one, would be taken for a constant, and what remains of the
     # derivative would be returned. It is what once_differentiable, no_grad, detach() and a kernel
@@ -172,7 +214,7 @@ def refuse_undifferentiable(where: Callable[[], str], below: Subgraph) -> Iterat
     with undone(partial(remove_hooks, handles)):
         for node in below.nodes if kinds else ():
             if type(node) in kinds:
-                probe = _Probe(where, type(node), below)
+                probe = _Probe(where, node, below, variables)
                 handles += register_own_hooks(
                     partial(node.register_prehook, probe.before),
                     partial(node.register_hook, probe.after),
@@ -187,16 +229,47 @@ _Copy: TypeAlias = tuple[Node, Tensor | None]
 class _Probe:
     """Hooks of a Function's node: it gets cotangents that only its own gradients can lead to."""
 
-    def __init__(self, where: Callable[[], str], kind: type, graph: Subgraph) -> None:
-        self._where, self._kind, self._graph = where, kind, graph
+    def __init__(
+        self, where: Callable[[], str], node: Node, graph: Subgraph, variables: Sequence[Tensor]
+    ) -> None:
+        self._where, self._node, self._graph, self._variables = where, node, graph, variables
+        if _MODES not in metadata(node):
+            modes: dict[int, _KeptConstants] = {}
+            metadata(node)[_MODES] = modes
+            run_around_backward(node, partial(_run_below_mode, modes))
         self._copies: dict[int, list[_Copy]] = {}  # by the number of the pass
+        self._inputs: list[Tensor] | None = None  # what the Function was computed from
+        self._may_be_inputs = False  # what it keeps, and not of its forward pass
+        self._written: set[int] = set()  # the passes in which it wrote on what it keeps
 
     def before(self, cotangents: Cotangents) -> Cotangents | None:
         """Return copies of the cotangents, each with a node that made it."""
         if not torch.is_grad_enabled():  # a pass in another thread
             return None
         copies = self._copies[current_pass()] = []
+        kept = kept_tensors(self._node)
+        inputs = sum(child is None for child, _ in self._node.next_functions)  # without a graph
+        self._may_be_inputs = bool(kept) and len(kept) <= inputs
+        if len(kept) > inputs:
+            modes = cast("dict[int, _KeptConstants]", metadata(self._node)[_MODES])
+            note = partial(self._written.add, current_pass())
+            modes[current_pass()] = _KeptConstants(kept, self._attach, note)
         return tuple(_with_own_node(cotangent, copies) for cotangent in cotangents)
+
+    def _attach(self, kept: Tensor) -> Tensor:
+        """Return a copy of what the Function keeps, whose derivative by its inputs raises."""
+        got = f"{name_of_function(type(self._node))}, whose backward computes with what its "
+        got += "forward pass has made and kept: the derivative of that by its inputs is missing"
+        fix = "compute it anew in backward, from inputs kept by ctx.save_for_backward(x); or "
+        fix += "return it as an output of the Function, too"
+        reason = message(self._where(), f"{missing.DIFFERENTIABLE} again", got, fix)
+        if transforms.differentiated():
+            raise UnsupportedGraphError(reason)
+        if self._inputs is None:
+            nodes = nodes_from(self._node) & set(self._graph.nodes)  # which ends at variables
+            inner = [x for x in self._variables if x.grad_fn in nodes]
+            self._inputs = [*leaf_tensors(nodes).values(), *inner]
+        return attach(kept, self._inputs, reason)
 
     def after(self, grads: Cotangents, _: Cotangents) -> Cotangents | None:
         """Raise if no gradient leads to a cotangent; detach those that lead to nothing else."""
@@ -209,17 +282,30 @@ class _Probe:
             # A transform around may have recorded one: then it is not lost.
             around = ([*transforms.layers(grad)][1:] for grad in present)
             if any(not any(layer.requires_grad for layer in outer) for outer in around):
-                raise UnsupportedGraphError(undifferentiable_message(self._where(), self._kind))
+                raise UnsupportedGraphError(
+                    undifferentiable_message(self._where(), type(self._node))
+                )
             return None
         leaves = [leaf for _, leaf in copies if leaf is not None]
         for leaf in leaves:
             leaf.requires_grad_(False)  # no later pass accumulates there
+        if current_pass() in self._written:  # the gradients may be what it keeps itself
+            self._written.discard(current_pass())
+            return tuple(
+                None if grad is None else grad - self._attach(torch.zeros_like(grad))
+                for grad in grads
+            )
         if not leaves:
             return None
         return tuple(
-            grad.detach() if grad is not None and self._is_constant(grad, oldest) else grad
+            self._constant(grad) if grad is not None and self._is_constant(grad, oldest) else grad
             for grad in grads
         )
+
+    def _constant(self, grad: Tensor) -> Tensor:
+        """Return a gradient that does not depend on the inputs, but perhaps on what is kept."""
+        is_doubtful = self._may_be_inputs and not transforms.differentiated()
+        return self._attach(grad.detach()) if is_doubtful else grad.detach()
 
     def _new_nodes(self, grads: list[Tensor], oldest: int) -> set[Node]:
         """Return the nodes of gradients that are as new as the cotangents'."""
@@ -232,6 +318,57 @@ class _Probe:
         ends = {node for one in new for node, _ in one.next_functions if node is not None}
         leads_on = any(leaf.requires_grad for leaf in leaf_tensors(new).values())
         return grad.requires_grad and ends <= new and not leads_on
+
+
+_MODES = "gradkit: what watches the backward in each pass"
+
+
+def _run_below_mode(
+    modes: dict[int, _KeptConstants], run: Callable[..., Any], *cotangents: Tensor | None
+) -> Any:
+    with modes.pop(current_pass(), INSIDE):
+        return run(*cotangents)
+
+
+class _KeptConstants(TorchFunctionMode):
+    """Gives what a Function has computed in its forward pass, and kept, a graph to its inputs."""
+
+    # Torch runs the forward pass under no_grad, and takes what is kept of it for constants.
+
+    def __init__(
+        self,
+        kept: Sequence[Tensor],
+        attach: Callable[[Tensor], Tensor],
+        note_write: Callable[[], None],
+    ) -> None:
+        super().__init__()
+        self._kept = {id(one): one for one in kept}
+        self._attach, self._note_write = attach, note_write
+
+    @leave_uncompiled
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call a function of torch; what is made of kept tensors alone counts as one of them."""
+        leaves, spec = pytree.flatten((list(args), dict(kwargs or {})))
+        here = [id(x) in self._kept and not x.requires_grad for x in leaves]
+        recorded = any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
+        name = func.__name__
+        writes = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+        is_mixed = recorded and any(here) and torch.is_grad_enabled()
+        if is_mixed and writes and here[0]:
+            self._note_write()
+        elif is_mixed:
+            each = [self._attach(x) if kept else x for x, kept in zip(leaves, here, strict=True)]
+            args, kwargs = pytree.unflatten(spec, each)
+        result = func(*args, **(kwargs or {}))
+        if any(here) and not recorded and not name.startswith("new_") and "_like" not in name:
+            self._kept |= {id(x): x for x in pytree.tensors(result) if x.is_floating_point()}
+        return result
 
 
 def _with_own_node(cotangent: Tensor | None, copies: list[_Copy]) -> Tensor | None:

@@ -9,15 +9,24 @@ from operator import attrgetter, is_not
 
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node
 
-from gradkit._checks.checked import is_checked
+from gradkit._checks.checked import STATISTICS, is_checked
 from gradkit._checks.circumstances import USER_CODE, around
 from gradkit._compat.autograd import forward_line, sequence_number, tensor_hooks
-from gradkit._compat.nodes import WRITTEN_VIEW, changed_since_saved, names_of_nodes
+from gradkit._compat.nodes import (
+    IN_EVAL_MODE,
+    WRITTEN_VIEW,
+    changed_since_saved,
+    kind_of_node,
+    names_of_nodes,
+    packed_tensors,
+)
+from gradkit._compat.transforms import data_of
 from gradkit._core import user_code
 from gradkit._core.call import Call
 from gradkit._core.graph import KEEP_HISTORY, Subgraph, edge, leaf_tensors, nodes_of_types
+from gradkit._core.user_code import FunctionLeaves
 from gradkit._torch_bugs.missing import Reason
 from gradkit.errors import UnsupportedGraphError, describe, message
 
@@ -39,6 +48,29 @@ def modified_since_saved(nodes: Iterable[Node]) -> Reason | None:
             got += f"{f', saved in {line}' if line else ''}: {without_hint(error)}"
             return _EXPECTED, got, _fix(error) + ("" if line else _ANOMALY)
     return None
+
+
+def saved_versions(outputs: Iterable[Tensor]) -> list[tuple[Node, Tensor, int]]:
+    """Return what the nodes of a graph have saved, and how often each has been written on."""
+    # A transform saves wrappers, whose counts are their own: torch itself sees no later write.
+    roots = [output for output in outputs if output.grad_fn is not None]
+    return [
+        (node, data, data._version)
+        for node in Subgraph(roots).nodes
+        for name, packed in packed_tensors(node)
+        if packed.unpack_hook is None and isinstance(packed.data, Tensor)
+        if not (data := data_of(packed.data)).is_inference()
+        if name not in STATISTICS or kind_of_node(node).endswith(IN_EVAL_MODE)
+    ]
+
+
+def refuse_written_since(saved: Iterable[tuple[Node, Tensor, int]]) -> None:
+    """Raise if a tensor that a function's graph has saved was changed in place since."""
+    for node, tensor, version in saved:
+        if tensor._version != version:
+            got = f"{describe(tensor)} that {node.name()} has saved, changed in place since"
+            fix = "call it again after the change, or let fn use a copy, tensor.clone()"
+            raise UnsupportedGraphError(message("fn", _EXPECTED, got, fix))
 
 
 def _fix(error: str) -> str:
@@ -102,6 +134,26 @@ def nodes_of_functions(call: Call) -> list[Node]:
             roots = [call.outputs[index] for index in call.differentiated]
             call.function_nodes = nodes_of_types(roots, user_code.most_nodes_of_users())
     return call.function_nodes
+
+
+def leaves_of_functions(call: Call) -> list[FunctionLeaves]:
+    """Return the leaves whose `.grad` the backward of each Function of a call may write."""
+    if call.function_leaves is None:
+        call.function_leaves = user_code.leaves_of_functions(nodes_of_functions(call))
+    return call.function_leaves
+
+
+def functions_above_hidden(call: Call, variables: Iterable[Tensor]) -> list[Node]:
+    """Return the nodes of Functions that may write `.grad` of variables, which they hide."""
+    ids = set(map(id, variables)) if call.functions.users else set()
+    every = leaves_of_functions(call) if ids else ()
+    return [one.node for one in every if not ids.isdisjoint(one.hidden)]
+
+
+def edges_above_hidden(call: Call, variables: Iterable[Tensor]) -> list[GradientEdge]:
+    """Return edges, gradients for which lead through those Functions."""
+    edges = [one.next_functions for one in functions_above_hidden(call, variables)]
+    return [next(GradientEdge(child, nr) for child, nr in each if child) for each in edges]
 
 
 def functions_below(below: Subgraph) -> list[Node]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from torch import Tensor
 
+from gradkit._checks.modified_tensors import functions_above_hidden
 from gradkit._compat import distributed
-from gradkit._compat.autograd import may_have_node
+from gradkit._compat.autograd import may_have_node, tensor_hooks
 from gradkit._compat.distributed import is_dtensor
 from gradkit._compat.dynamo import any_compiled, compiled_together
 from gradkit._core.call import Call, Grads, Losses, Pass
@@ -38,12 +39,27 @@ def refuse_no_variables(call: Call) -> None:
     raise UnreachedParamError(message(where, expected, got, fix))
 
 
+def refuse_hooked_leaf_losses(call: Call) -> None:
+    """Raise if a loss is a leaf with a hook, whose own backward pass would write `.grad`."""
+    hooked = [i for i in call.differentiated if call.outputs[i].is_leaf]
+    hooked = [i for i in hooked if tensor_hooks(call.outputs[i])]
+    variables = {id(variable) for _, _, variable in call.variables()} if hooked else set()
+    for index in hooked:
+        if id(call.outputs[index]) not in variables:
+            got = "a leaf with a hook: what that does with its gradient, as a backward pass of the "
+            got += "losses that were cached, would be left out, or written into .grad"
+            fix = "gradkit.backward_(loss); or `with gradkit.capture_grads(params) as captured:` "
+            fix += "around loss.backward(), then captured.grads"
+            where = call.losses.path(index)
+            raise UnreachedParamError(message(where, "a loss that carries a graph", got, fix))
+
+
 def refuse_unreached(call: Call) -> None:
     """Raise if a pass cannot reach every variable that it is for; for `unused="error"`."""
     for one in call.passes:
         below = call.graph.below(one.losses)
         for index, variable in enumerate(one.params.variables):
-            if not below.reaches(variable):
+            if not (below.reaches(variable) or functions_above_hidden(call, [variable])):
                 raise UnreachedParamError(unreached_message(call.losses, [one], index))
 
 
@@ -206,6 +222,20 @@ def refuse_gathered(params: Params) -> None:
             fix = "gradkit.distributed.value_and_grads(losses, module); or make the call before "
             fix += "the forward pass, or after the backward pass"
             raise UnsupportedGraphError(message(params.path(index), expected, got, fix))
+
+
+def refuse_unrecorded(leaves: Sequence[Tensor], where: Callable[[], str]) -> None:
+    """Raise if `.backward(create_graph=True)` would leave some leaf a `.grad` without a graph."""
+    gathered, ids = gathered_params(), set(map(id, leaves))
+    if not ids.isdisjoint(gathered):
+        got, fix = "those of a fully_shard module", "gradkit.distributed.make_functional(module)"
+    elif distributed.replicas_of(leaves, now=True):
+        got = "those of a DistributedDataParallel module, which reduces without a graph"
+        fix = "gradkit.distributed.value_and_grads(losses, module, create_graph=True)"
+    else:
+        return
+    expected = "parameters of this process, for a .grad that has a graph"
+    raise UnsupportedGraphError(message(where(), expected, got, fix))
 
 
 def is_fsdp_shard(variable: Tensor) -> bool:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from logging import DEBUG, getLogger
 from operator import attrgetter, methodcaller
 from threading import get_ident
 from typing import Any, TypeAlias, cast
+from weakref import ref
 
 import torch
 import torch._utils
@@ -28,6 +29,8 @@ _log = getLogger(torch.autograd.graph.__name__)
 _engine: Any = torch.autograd.Variable._execution_engine
 # The type of the nodes that accumulate the gradient of a leaf tensor.
 AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+# It takes an iterable of tensors; the one of torch.autograd.graph is a Python call more.
+increment_version: Callable[[Iterable[Tensor]], None] = torch._C._increment_version
 # How many nodes its thread had made before a node; the largest number for that of a leaf.
 sequence_number: Callable[[Node], int] = methodcaller("_sequence_nr")
 # The number of the engine's pass that runs in this thread; -1 outside of passes.
@@ -180,9 +183,16 @@ def storage_key(tensor: Tensor) -> int:
     return key
 
 
-def run_in_place_of_backward(node: Node, backward: Callable[..., Any]) -> None:
-    """Let passes run a function in place of the backward of a Function's node."""
-    cast("Any", node).apply = backward  # which the engine looks up. Run on torch 2.13.
+def run_around_backward(node: Node, around: Callable[..., Any]) -> None:
+    """Let passes call `around(run, *cotangents)` where they would `run` a Function's backward."""
+    # The engine looks `apply` up on the node, to which nothing here may refer. Run on torch 2.13.
+    reference, inner = ref(node), vars(node).get("apply")
+
+    def run(*cotangents: Tensor | None) -> Any:
+        function: Any = reference()
+        return type(function).apply(function, *cotangents)
+
+    cast("Any", node).apply = partial(around, inner or run)
 
 
 def operator_schema(func: Any) -> Any:
@@ -244,3 +254,14 @@ def plain_recurrent_kernels() -> Iterator[None]:
         put_cudnn(False)
         put_mkldnn(False)
         yield
+
+
+def written_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return what an operator, or an overload of one, writes on. Run on torch 2.13."""
+    overloads = operator.overloads() if hasattr(operator, "overloads") else ()
+    return [
+        args[index] if index < len(args) else kwargs.get(argument.name)
+        for one in [getattr(operator, name) for name in overloads] or [operator]
+        for index, argument in enumerate(one._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]

@@ -5,8 +5,9 @@ FSDP and DTensor are looked up, not imported: a process that has not imported th
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, cast
 from weakref import ref
@@ -36,6 +37,62 @@ def modules_in(module: nn.Module) -> list[Any]:
             parents.add(id(part))
             parts += [child for child in children.values() if child is not None]
     return list(dict.fromkeys(parts))
+
+
+# The process groups there are: none before `init_process_group`, and once all are destroyed.
+PROCESS_GROUPS: dict[Any, Any] = dist.distributed_c10d._pg_map if dist.is_available() else {}
+# How many references the class of DDP's reducers has without any; and had when these were found.
+_REDUCER: Any = getattr(dist, "Reducer", None)
+_IDLE = sys.getrefcount(_REDUCER)
+_found: tuple[int, list[ref[DistributedDataParallel]]] = -1, []
+
+
+def replicas() -> list[DistributedDataParallel]:
+    """Return the DDP modules of this process."""
+    # Torch has no list of them, and a search through all objects takes tens of milliseconds. Each
+    # has one reducer, and CPython counts an instance as a reference to its class: only where one
+    # was made or freed is the search repeated. Run on torch 2.13.
+    global _found
+    count, references = _found
+    alive = [module for reference in references if (module := reference()) is not None]
+    now, has_gil = sys.getrefcount(_REDUCER), getattr(sys, "_is_gil_enabled", lambda: True)
+    if now != count or len(alive) < len(references) or not has_gil():
+        alive = _search()
+        if len(alive) < now - _IDLE and gc.get_freeze_count():  # which hides what there was then
+            gc.unfreeze()
+            alive = _search()
+            gc.freeze()
+        _found = now, list(map(ref, alive))
+    return alive
+
+
+def _search() -> list[DistributedDataParallel]:
+    kinds: list[type] = [DistributedDataParallel]
+    for kind in kinds:  # which grows meanwhile
+        kinds += kind.__subclasses__()
+    return [x for x in gc.get_referrers(*kinds) if type(x) in kinds and "reducer" in vars(x)]
+
+
+def reduced_params(modules: Iterable[DistributedDataParallel]) -> dict[int, str]:
+    """Return the names of the trained parameters of modules by id, without what DDP ignores."""
+    # Names as DDP reads them: at the root they begin with a dot. DDP reduces a tied parameter
+    # unless all of its names are ignored.
+    return {
+        id(param): f"module.{path}.{name}" if path else f"module.{name}"
+        for module in modules
+        for path, part in module.module.named_modules()
+        for name, param in part.named_parameters(recurse=False)
+        if param.requires_grad and f"{path}.{name}" not in module.parameters_to_ignore
+    }
+
+
+def replicas_of(tensors: Sequence[Any], *, now: bool = False) -> list[DistributedDataParallel]:
+    """Return the DDP modules that reduce the gradients of these; `now`: and not in no_sync()."""
+    ids = set(map(id, tensors)) if PROCESS_GROUPS else set()
+    every = replicas() if ids else []
+    if now:
+        every = [module for module in every if module.require_backward_grad_sync]
+    return [module for module in every if not ids.isdisjoint(reduced_params([module]))]
 
 
 # Whether a DDP module is inside of its join(), and the parameters whose reduction it delays.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -101,16 +101,21 @@ def _is_torchs(step: Any) -> bool:
     return True
 
 
-def is_unscaled(scaler: GradScaler, instance: Optimizer) -> bool:
-    """Return whether `scaler.unscale_` has been called in this step."""
+def is_unscaled(scaler: GradScaler, key: int) -> bool:
+    """Return whether `scaler.unscale_` has been called in this step of the optimizer of this id."""
     if not scaler.is_enabled():  # it has no states, and unscales nothing
         return False
-    return bool(scaler._per_optimizer_states[id(instance)]["stage"] is OptState.UNSCALED)
+    state = scaler._per_optimizer_states.get(key, {})
+    return state.get("stage") is OptState.UNSCALED
+
+
+# Attributes by which scaler.step() tells a fused step what to do; if that raises, they stay.
+_OF_AMP = frozenset({"grad_scale", "found_inf"})
 
 
 @contextmanager
-def scaler_put_back_on_error(scaler: GradScaler, instances: Iterable[Optimizer]) -> Iterator[None]:
-    """Let a scaler forget, if the block raises, that it has unscaled gradients of optimizers."""
+def scaler_put_back_on_error(scaler: GradScaler, instances: Sequence[Optimizer]) -> Iterator[None]:
+    """Put back, if the block raises, what a scaler notes of optimizers, in itself and on them."""
     if not scaler.is_enabled():
         yield
         return
@@ -121,9 +126,18 @@ def scaler_put_back_on_error(scaler: GradScaler, instances: Iterable[Optimizer])
         else None
         for key in map(id, instances)
     }
+    # Where every .grad was None, unscale_() has unscaled nothing: as if it had not been called.
+    for key in before:
+        if is_unscaled(scaler, key) and not states[key]["found_inf_per_device"]:
+            del states[key]
+    given = [(one, {k: v for k, v in vars(one).items() if k in _OF_AMP}) for one in instances]
     try:
         yield
     except BaseException:
+        for one, attributes in given:
+            for name in _OF_AMP - attributes.keys():
+                vars(one).pop(name, None)
+            vars(one).update(attributes)
         for key, state in before.items():
             if state is None:
                 states.pop(key, None)

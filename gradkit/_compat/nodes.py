@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from math import prod
+from operator import attrgetter
 from typing import Any, NoReturn, TypeAlias, cast
 
 import torch
@@ -35,6 +36,10 @@ def output_kind(node: Node, number: int) -> tuple[torch.dtype, torch.device]:
 def node_type(name: str) -> type:
     """Return the type of the nodes of an operation of torch. Run on torch 2.13."""
     return cast("type", getattr(torch._C._functions, name))
+
+
+# The second factor that a product has saved, without torch's look at its version; or None.
+second_factor = attrgetter("_raw_saved_other.data")
 
 
 def saved(node: Node, name: str) -> Any:
@@ -72,27 +77,113 @@ def kind_of_node(node: Any) -> str:
     return type(node).__name__ if training else f"{type(node).__name__}{IN_EVAL_MODE}"
 
 
+# The name of the type of nodes that extensions of torch define; torch.jit is one.
+SCRIPTED = "CppFunction"
+
+
+def is_scripted(node: Node) -> bool:
+    """Return whether a node is what torch.jit has compiled of several. Run on torch 2.13."""
+    return type(node).__name__ == SCRIPTED and node.name().endswith(":DifferentiableGraphBackward")
+
+
 def any_sparse_gradients(nodes: Iterable[Node]) -> bool:
     """Return whether one of the nodes makes a sparse gradient, as an embedding may."""
     return any(getattr(node, "_saved_sparse", False) is True for node in nodes)
 
 
-_SAME_SCALAR = names_of_nodes("Clone Neg Squeeze Squeeze.1 ToCopy View")  # or its negative
+# Nodes of scalars that are sums of terms, or a term with another sign, shape or dtype, or a choice.
+_SUMS_OF_TERMS = frozenset(
+    names_of_nodes(
+        "Add Add.1 Sub Sub.1 Rsub Rsub.1 Addcmul Lerp Lerp.1 Where NanToNum Neg Clone Alias ToCopy "
+        "Squeeze Squeeze.1 Squeeze.2 Unsqueeze View UnsafeView ReshapeAlias Expand"
+    )
+)
+# Nodes of products and quotients. Torch itself multiplies by MulBackward1: to smooth labels, say.
+_PRODUCTS, _QUOTIENTS = names_of_nodes("Mul Mul.1"), names_of_nodes("Div Div.1")
+_BY_CLASS = ("NllLoss", "MultiMargin", "MultilabelMargin")  # their inputs: [C], [N, C], [N, C, ...]
 
 
-def averaged_elements(node: Any) -> int:
-    """Return how many targets a scalar is the mean over; 0 if none or unknown."""
+def averaged_elements(root: Any, count: float, scales: set[float]) -> tuple[int, bool]:
+    """Return over how many targets a scalar, or a term of it, is a mean; and whether of a term."""
+    # 0 if none, or unknown. `scales`: what sums were divided by that was no number of targets.
     # Run on torch 2.13.
-    while node is not None and node.name() in _SAME_SCALAR:
-        node = node.next_functions[0][0]
-    kind = "" if node is None else node.name()
+    waiting: list[tuple[Any, tuple[float, ...]]] = [(root, ())] if root is not None else []
+    seen: set[Any] = set()
+    is_sum = False
+    for node, divisors in waiting:  # which grows meanwhile
+        if node in seen:
+            continue
+        seen.add(node)
+        kind, terms = node.name(), [child for child, _ in node.next_functions if child is not None]
+        if kind in _QUOTIENTS:
+            terms = [child for child, _ in node.next_functions[:1] if child is not None]
+        elements = _mean_of(node, kind)
+        if elements == 0 and kind not in _SUMS_OF_TERMS and kind not in (*_PRODUCTS, *_QUOTIENTS):
+            elements, terms = _mean_by_hand(node, kind, divisors, count, scales), []
+        if elements > 1:
+            return elements, is_sum
+        if kind in (*_QUOTIENTS, "MulBackward0") and len(terms) == 1:
+            divisors += _divisor(node, kind)
+        is_sum = is_sum or len(terms) > 1
+        waiting += [(child, divisors) for child in terms]
+    return 0, False
+
+
+def _mean_of(node: Any, kind: str) -> int:
+    """Return how many elements an operation of torch averages; 0 if it is no mean."""
     if not (kind.startswith("MeanBackward") or getattr(node, "_saved_reduction", None) == 1):
         return 0
-    shape = next(output_shape(above, index) for above, index in node.next_functions if above)
-    if not {int}.issuperset(map(type, shape)):  # of a nested tensor
+    shape = _shape_below(node)
+    return prod(shape) // (shape[:2][-1] if shape and kind.startswith(_BY_CLASS) else 1)
+
+
+def _shape_below(node: Any) -> Shape:
+    """Return the shape of what an operation was given; () if it is unknown."""
+    shapes = (output_shape(above, index) for above, index in node.next_functions if above)
+    shape = next(shapes, ())
+    return shape if {int}.issuperset(map(type, shape)) else ()  # not of a nested tensor
+
+
+def _divisor(node: Any, kind: str) -> tuple[float, ...]:
+    """Return the constant that a scalar is divided by; nothing if it is unknown, or a weight."""
+    try:
+        name = "self" if node.next_functions[0][0] is None else "other"
+        if getattr(getattr(node, f"_raw_saved_{name}", None), "unpack_hook", None) is not None:
+            return ()
+        value = abs(float(getattr(node, f"_saved_{name}")))
+    except (AttributeError, RuntimeError, TypeError):  # freed, changed since, complex
+        return ()
+    if kind in _QUOTIENTS:
+        return (value,)
+    # 0.5 and 0.25 are weights that people choose, whatever the number of targets.
+    is_weight = not value or (value >= 0.1 and abs(round(value, 3) - value) < 1e-6)
+    return () if is_weight else (1 / value,)
+
+
+def _mean_by_hand(
+    node: Any, kind: str, divisors: tuple[float, ...], count: float, scales: set[float]
+) -> int:
+    """Return the number of targets that a sum was divided by; 0 if it was by none."""
+    numbers = {count} if divisors else set()
+    below = node.next_functions[0][0] if kind.startswith("Sum") else None
+    while below is not None and below.name() in _QUOTIENTS:  # of each element
+        divisors += _divisor(below, below.name())
+        below = below.next_functions[0][0]
+    if not divisors:
         return 0
-    # Of classes: [C], [N, C] or [N, C, height, width].
-    return prod(shape) // (shape[:2][-1] if kind.startswith("NllLoss") else 1)
+    if kind.startswith("Nansum"):
+        return round(max(divisors))
+    if kind.startswith("Sum") or getattr(node, "_saved_reduction", None) == 2:
+        first, *others = _shape_below(node) or (1,)
+        sizes = {first}  # of the batch, and products with further dimensions: positions, classes
+        for other in others[:5]:
+            sizes |= {size * other for size in sizes}
+        numbers |= sizes
+    for divisor in {*divisors, prod(divisors)} - scales:
+        if divisor > 1 and any(abs(divisor - n) < 1e-5 * n for n in numbers):
+            return round(divisor)
+    scales.update(divisors)
+    return 0
 
 
 def saved_ints(node: Node, name: str) -> list[int]:

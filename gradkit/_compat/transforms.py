@@ -59,6 +59,10 @@ default_hooks: Callable[[], tuple[Any, Any] | None] = partial(
     torch._C._autograd._top_saved_tensors_default_hooks, False
 )
 _NO_HOOKS = "torch.func's grad and vjp do not support saved tensor hooks"
+# Whether this thread compiles scripted functions, as from their second call on: into a node whose
+# derivative transforms do not see. One that was compiled before stays so. Run on torch 2.13.
+compiles_scripted: Callable[[], bool] = torch._C._get_graph_executor_optimize
+set_compiles_scripted: Callable[[bool], None] = torch._C._set_graph_executor_optimize
 COMPILED_AUTOGRAD = "torch._dynamo.compiled_autograd"
 
 
@@ -214,16 +218,21 @@ def without_innermost_tangent(tensor: Tensor) -> Tensor:
 
 def carries_tangent(tensor: Tensor) -> bool:
     """Return whether a tensor carries a tangent, of this level or of one around it."""
+    return tangent_version(tensor) is not None
+
+
+def tangent_version(tensor: Tensor) -> int | None:
+    """Return how often the tangent of a tensor was written on; None if it has none."""
     if not in_dual_level():
-        return False
+        return None
     # A tangent is shown at its own level alone.
     with undo_stack() as left:
         for layer in layers(tensor):
             while len(transforms()) > max(0, level_of(layer)):
                 left.enter_context(temporarily_pop_interpreter_stack())
             if not _functorch.is_batchedtensor(layer) and is_dual(layer):
-                return True
-    return False
+                return int(forward_ad.unpack_dual(layer).tangent._version)  # type: ignore[no-untyped-call]
+    return None
 
 
 def varies(tensor: Tensor) -> bool:

@@ -21,7 +21,7 @@ from gradkit._core.graph import GraphView, Subgraph, is_leaf_node, refuse_lost_h
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.params import Params, expand_params
 from gradkit._core.pytree import LEAF, PyTree, Structure
-from gradkit._core.user_code import FunctionsAlive, functions_alive
+from gradkit._core.user_code import FunctionLeaves, FunctionsAlive, functions_alive
 from gradkit.errors import (
     DetachedLossError,
     GradkitError,
@@ -388,6 +388,7 @@ class Call:
     functions: FunctionsAlive = field(default_factory=functions_alive)
     around: int | None = None  # see `circumstances`
     function_nodes: list[Node] | None = None  # see `modified_tensors`
+    function_leaves: list[FunctionLeaves] | None = None  # of those nodes
     _graph: GraphView | None = None
     # Not handed on by `replace`, which may give other passes.
     _params: list[Params] | None = field(default=None, init=False)

@@ -202,6 +202,24 @@ def nodes_in_order(
         avoid_recursion(nodes)
 
 
+def leads_to_one_of(roots: Iterable[Tensor], leaves: Iterable[Tensor]) -> bool:
+    """Return whether one of some leaves is below the roots: the walk ends at the first."""
+    ids = set(map(id, leaves))
+    nodes = nodes_in_order(root for root in roots if root.requires_grad)
+    return any(is_leaf_node(node) and id(leaf_of(node)) in ids for node in nodes)
+
+
+def nodes_from(top: Node) -> set[Node]:
+    """Return a node, and all below it."""
+    reached, nodes = {top}, [top]
+    for node in nodes:  # which grows meanwhile
+        new = [child for child in _children(node) if child not in reached]
+        reached.update(new)
+        nodes += dict.fromkeys(new)
+    avoid_recursion(nodes)
+    return reached
+
+
 def nodes_of_types(roots: Iterable[Tensor], most: Mapping[type, int]) -> list[Node]:
     """Return the nodes of some types below roots; `most`: how many of each type exist at most."""
     # The walk ends once their sum is found: those of a custom loss are found at once.

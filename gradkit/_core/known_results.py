@@ -86,18 +86,25 @@ class Result(Function):
             return tuple(ctx.rule.tangents(primals, tangents[ctx.first :]))
 
 
-def rule_of(fn: Callable[..., Tensors]) -> Rule:
+def rule_of(fn: Callable[..., Tensors], *, transposes: bool = False) -> Rule:
     """Return the rule of a function of tensors, which runs again in a pass; so do derivatives."""
-    return Rule(partial(_grads, fn), partial(_tangents, fn), fn)
+    # Forward mode may be what reverse mode does, transposed.
+    return Rule(partial(_grads, fn, transposes), partial(_tangents, fn, transposes), fn)
 
 
-def recomputed(fn: Callable[..., Tensors], *tensors: Tensor) -> Tensors:
+def recomputed(fn: Callable[..., Tensors], *tensors: Tensor, transposes: bool = False) -> Tensors:
     """Return what a function of tensors does, of which a graph keeps nothing but the tensors."""
-    return Result.of(rule_of(fn), tensors) if any(map(carries_graph, tensors)) else fn(*tensors)
+    if not transposes and not any(map(carries_graph, tensors)):
+        return fn(*tensors)
+    return Result.of(rule_of(fn, transposes=transposes), tensors)
 
 
 def _grads(
-    fn: Callable[..., Tensors], tensors: Sequence[Tensor], needed: Sequence[bool], cotangents: Grads
+    fn: Callable[..., Tensors],
+    transposes: bool,
+    tensors: Sequence[Tensor],
+    needed: Sequence[bool],
+    cotangents: Grads,
 ) -> Grads:
     count, arrived = len(tensors), [cotangent is not None for cotangent in cotangents]
 
@@ -108,21 +115,29 @@ def _grads(
         with without_default_hooks():
             return tuple(vjp(of, *compress(every, needed))[1](every[count:]))
 
-    grads = recomputed(pull, *tensors, *compress(cotangents, arrived))
+    given = *tensors, *compress(cotangents, arrived)
+    grads = recomputed(pull, *given, transposes=transposes)
     return merged([None] * count, needed, grads)
 
 
-def _tangents(fn: Callable[..., Tensors], tensors: Sequence[Tensor], tangents: Grads) -> Tensors:
+def _tangents(
+    fn: Callable[..., Tensors], transposes: bool, tensors: Sequence[Tensor], tangents: Grads
+) -> Tensors:
     count, moves = len(tensors), [tangent is not None for tangent in tangents]
 
     def push(*every: Tensor) -> Tensors:
         def of(*variables: Tensor) -> Tensors:
             return fn(*merged(every[:count], moves, variables))
 
+        primals = tuple(compress(every, moves))
+        if transposes:
+            outputs, pull, *_ = vjp(of, *primals)
+            zeros = map(torch.zeros_like, outputs)
+            return tuple(vjp(lambda *seeds: pull(seeds), *zeros)[1](every[count:]))
         with forward_mode_on(), INSIDE:
-            return tuple(jvp(of, tuple(compress(every, moves)), every[count:])[1])
+            return tuple(jvp(of, primals, every[count:])[1])
 
-    return recomputed(push, *tensors, *compress(tangents, moves))
+    return recomputed(push, *tensors, *compress(tangents, moves), transposes=transposes)
 
 
 def merged(base: Sequence[Any], where: Iterable[object], values: Iterable[Any]) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence, ValuesView
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradkit._compat import distributed
+from gradkit._compat.distributed import PROCESS_GROUPS
 from gradkit._compat.modules import OF_TORCH_NN
 from gradkit._core import modules, pytree
 from gradkit._core.graph import refuse_lost_history
@@ -130,6 +132,7 @@ def read_params(
     root: str = "params",
     *,
     allow_distributed: bool = False,
+    allow_whole_replicas: bool = False,
     is_variable: IsVariable | None = None,
 ) -> Params:
     """Expand and check a tree of params; by default, every leaf that requires grad is a variable.
@@ -152,6 +155,9 @@ def read_params(
         are_distinct = len(set(map(id, leaves))) == len(leaves)
     if not leaves and is_variable is None:
         raise StructureError(message(root, "at least one tensor", *why_empty(tree)))
+    if PROCESS_GROUPS and not allow_distributed:
+        path = partial(pytree.path, spec, root=root)
+        _refuse_replicated(leaves, path, unless_whole=allow_whole_replicas)
     kinds = set(map(type, leaves))
     if are_distinct and kinds <= PLAIN_TYPES:
         if all(map(_requires_grad, leaves)) or (is_variable and _are_plain_numbers(kinds, leaves)):
@@ -335,3 +341,28 @@ def _refuse_distributed(classes: Iterable[type], where: Callable[[], str]) -> No
             "gradkit.distributed.per_loss_grads, or loss.backward()"
         )
         raise UnsupportedGraphError(message(where(), "a module of this process", got, fix))
+
+
+def _refuse_replicated(
+    leaves: Sequence[Any], path: Callable[[int], str], *, unless_whole: bool
+) -> None:
+    """Raise if a leaf is a parameter whose gradient DistributedDataParallel is to reduce."""
+    if not distributed.replicas_of(leaves, now=True):
+        return
+    gc.collect()  # a replica that nobody uses any more may wait for that
+    ids = set(map(id, leaves))
+    for module in distributed.replicas_of(leaves, now=True):
+        reduced = distributed.reduced_params([module]).keys()
+        if unless_whole and ids.issuperset(reduced):
+            continue  # its hooks run, and reduce
+        where = path(next(index for index, leaf in enumerate(leaves) if id(leaf) in reduced))
+        got = "one that a DistributedDataParallel module has: its gradient would be this rank's, "
+        got += "and not the mean over the ranks"
+        raise UnsupportedGraphError(message(where, "a parameter of this process", got, _REDUCED))
+
+
+_REDUCED = (
+    "the same call of gradkit.distributed, as gradkit.distributed.value_and_grads(losses, params); "
+    "or gradkit.minimize_(optimizer, losses), or loss.backward(). For this rank's gradient, which "
+    "gradkit.distributed.all_reduce averages, make the call inside of ddp.no_sync()"
+)

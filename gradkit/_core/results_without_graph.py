@@ -6,16 +6,15 @@ graph; torch's engine, and the transforms of torch.func, cannot tell it from one
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from operator import is_not
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor
 
-from gradkit._compat.autograd import current_pass, run_in_place_of_backward
+from gradkit._compat.autograd import current_pass, run_around_backward
 from gradkit._compat.transforms import is_of_ended_transform, layers, recording_levels, transforms
 from gradkit._core.graph import Subgraph, metadata
 from gradkit._core.known_results import attach
@@ -76,19 +75,18 @@ _GUARDED = "gradkit runs no backward without cotangents"
 
 def _skip_empty_passes(function: Any) -> None:
     """Run the backward of a Function's node only in passes in which a cotangent arrives."""
-    reference = ref(function)  # which refers to its hooks
+    count = len(function.needs_input_grad)
     empty: set[int] = set()
 
     def before(cotangents: Cotangents) -> None:  # what torch makes of them after hooks may be zeros
         if all(cotangent is None for cotangent in cotangents):
             empty.add(current_pass())
 
-    def backward(*cotangents: Tensor | None) -> Any:
-        node: Any = reference()
+    def backward(run: Callable[..., Any], *cotangents: Tensor | None) -> Any:
         if current_pass() not in empty:
-            return type(node).apply(node, *cotangents)
+            return run(*cotangents)
         empty.discard(current_pass())
-        return (None,) * len(node.needs_input_grad)
+        return (None,) * count
 
     register_own_hooks(partial(function.register_prehook, before))
-    run_in_place_of_backward(function, backward)
+    run_around_backward(function, backward)

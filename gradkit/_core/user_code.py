@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, lru_cache, partial
 from itertools import chain
 from threading import Lock
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeAlias, TypeGuard, cast
 from weakref import ref
 
@@ -19,15 +21,18 @@ from torch.utils.hooks import RemovableHandle
 
 from gradkit._compat import distributed
 from gradkit._compat.autograd import forward_class, tensor_hooks
+from gradkit._compat.nodes import hooked_tensors
 from gradkit._compat.transforms import transforms
 from gradkit._compat.undoing import INSIDE
-from gradkit._core.graph import edge
+from gradkit._core.graph import edge, leaf_tensors, nodes_below
 from gradkit._core.known_results import accumulate_grad_nodes
 from gradkit._core.ownership import PLAIN_TYPES
+from gradkit._core.pytree import tensors
 
 CapturedObject: TypeAlias = Tensor | nn.Module | Generator
 
 _MAX_DEPTH = 4
+_MAX_DEPTH_OF_FEW, _FEW = 8, 100  # deeper are methods of objects in containers of objects
 _LIBRARIES = {"gradkit", "torch"}
 _MAX_LENGTH = 10_000  # a longer container is data, and not searched
 
@@ -37,8 +42,10 @@ def captured_by(*functions: object) -> list[CapturedObject]:
     captured: dict[int, CapturedObject] = {}
     seen: set[int] = set()
     level = list(functions)
-    for _ in range(_MAX_DEPTH):
+    for depth in range(_MAX_DEPTH_OF_FEW):
         new = {id(value): value for value in level if id(value) not in seen}
+        if not new or (depth >= _MAX_DEPTH and len(new) > _FEW):
+            break
         seen |= new.keys()
         captured |= {key: value for key, value in new.items() if _is_captured(value)}
         level = [part for key in new if key not in captured for part in _contents(new[key])]
@@ -50,7 +57,16 @@ def _is_captured(value: object) -> TypeGuard[CapturedObject]:
     return isinstance(value, Tensor | nn.Module) or type(value) is Generator
 
 
+def may_compute(value: object) -> bool:
+    """Return whether an object may compute something later: no tensor, number or text."""
+    return not isinstance(value, Tensor) and (
+        callable(value) or isinstance(value, Iterator) or hasattr(value, "__dict__")
+    )
+
+
 def _contents(value: object) -> list[Any]:
+    if isinstance(value, Iterator):  # what the frame of a generator has, or a map
+        return gc.get_referents(value)
     if isinstance(value, partial):
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, MethodType):
@@ -59,7 +75,7 @@ def _contents(value: object) -> list[Any]:
         # What inspect.getclosurevars reads, in less time. Libraries refer to the caller's objects
         # by closures only.
         of_library = str(value.__module__).partition(".")[0] in _LIBRARIES
-        names = () if of_library else value.__code__.co_names
+        names = () if of_library else _names(value.__code__)
         read = [value.__globals__[name] for name in names if name in value.__globals__]
         defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
         return [*chain.from_iterable(map(cell_contents, value.__closure__ or ())), *read, *defaults]
@@ -69,6 +85,13 @@ def _contents(value: object) -> list[Any]:
     if isinstance(value, type | BuiltinFunctionType | ModuleType) or not hasattr(value, "__dict__"):
         return []
     return [*vars(value).values(), *([type(value).__call__] if callable(value) else [])]
+
+
+@lru_cache(maxsize=4096)
+def _names(code: CodeType) -> tuple[str, ...]:
+    """Return the names that a function, and those that are defined in it, may read as globals."""
+    inside = (_names(const) for const in code.co_consts if isinstance(const, CodeType))
+    return tuple(dict.fromkeys(chain(code.co_names, *inside)))
 
 
 def cell_contents(cell: CellType) -> list[Any]:
@@ -281,6 +304,87 @@ def _free_threaded() -> bool:
 def user_functions(kinds: Iterable[type]) -> list[type]:
     """Return the types among `kinds` whose backward is code of the user's."""
     return [k for k in kinds if issubclass(k, BackwardCFunction) and not _from_torch(k)]
+
+
+class FunctionLeaves(NamedTuple):
+    """The leaves whose `.grad` the backward of a Function's node may write, by id."""
+
+    node: Node
+    returned: dict[int, Tensor]  # those for which it returns the gradient itself
+    hidden: dict[int, Tensor]  # others that it could find: it may call torch.autograd.backward
+
+
+def leaves_of_functions(functions: Iterable[Node]) -> list[FunctionLeaves]:
+    """Return the leaves of each of some nodes of Functions."""
+    by_class: dict[type, dict[int, Tensor]] = {}
+    result = []
+    for node in functions:
+        kind = type(node)
+        if kind not in by_class:
+            by_class[kind] = _leaves_in(captured_by(forward_class(kind).backward), node)
+        children = (child for child, _ in node.next_functions if child is not None)
+        returned = leaf_tensors(children)
+        leaves = by_class[kind] | _leaves_in(captured_by(*vars(node).values()), node)
+        hidden = {key: leaves[key] for key in leaves.keys() - returned.keys()}
+        result.append(FunctionLeaves(node, returned, hidden))
+    return result
+
+
+def _leaves_in(captured: list[CapturedObject], function: Node) -> dict[int, Tensor]:
+    modules = (one for one in captured if isinstance(one, nn.Module))
+    leaves = [x for x in captured if isinstance(x, Tensor)]
+    leaves += [param for module in modules for param in module.parameters()]
+    above = [x for x in leaves if x.grad_fn is not None and x.grad_fn is not function]
+    own = {id(x): x for x in leaves if x.requires_grad and x.is_leaf}
+    return own | leaf_tensors(nodes_below(above, [function])) if above else own
+
+
+def name_of_function(kind: type) -> str:
+    """Return the name of the Function whose nodes are of a type."""
+    return kind.__name__.removesuffix("Backward").removesuffix("Generated")
+
+
+def asks_for_backward(kind: type) -> bool:
+    """Return whether a Function's backward asks torch if it runs under `.backward()`."""
+    level: list[Any] = [forward_class(kind).backward]
+    functions: list[FunctionType] = []
+    for _ in range(_MAX_DEPTH):
+        functions += [one for one in level if isinstance(one, FunctionType)]
+        level = [part for one in level for part in _contents(one)]
+        level = [part for part in level if isinstance(part, FunctionType | MethodType)]
+    return any(not _ASKING.isdisjoint(one.__code__.co_names) for one in functions)
+
+
+_ASKING = {"_is_checkpoint_valid", "is_checkpoint_valid"}
+
+
+def kept_tensors(function: Any) -> list[Tensor]:
+    """Return the floating tensors without a graph that a Function's node alone refers to."""
+    # Such tensors were made in its forward pass, or are copies of what no one else has.
+    kept = _private(tensors([*vars(function).values()]), _HELD_BY_ATTRIBUTE)
+    with suppress(RuntimeError):  # a pass has freed them, or something has written on them
+        # Hooks may recompute them; some Functions let them go as soon as they are read.
+        is_cleared = getattr(forward_class(function), "clear_saved_tensors_on_access", False)
+        if not is_cleared and not hooked_tensors(function):
+            saved = [one for one in function.saved_tensors if one is not None]
+            kept += _private(saved, _HELD_BY_NODE)
+    return kept
+
+
+def _private(candidates: list[Tensor], references: int) -> list[Tensor]:
+    return [
+        one
+        for one in candidates
+        if sys.getrefcount(one) <= references
+        and type(one) in PLAIN_TYPES
+        and one.layout == torch.strided
+        and not one.requires_grad
+        and (one.is_floating_point() or one.is_complex())
+    ]
+
+
+# The references of Python to a tensor in such a list that nothing else refers to.
+_HELD_BY_ATTRIBUTE, _HELD_BY_NODE = 4, 4
 
 
 # The class of an operator made with torch.library is named after its namespace; these are torch's.

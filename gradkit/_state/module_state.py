@@ -2,159 +2,237 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from itertools import chain, islice, product
-from operator import is_, itemgetter
-from threading import Event
-from typing import Any
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
+from functools import lru_cache, partial
+from itertools import islice
+from operator import is_
+from threading import Condition
+from types import SimpleNamespace
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 
 from gradkit._compat.autograd import named_thread
+from gradkit._compat.transforms import (
+    is_of_ended_transform,
+    is_transform_tensor,
+    transforms,
+    without_ended_levels,
+)
 from gradkit._compat.undoing import INSIDE, undo_stack, undone
-from gradkit.errors import UnsupportedGraphError, message
+from gradkit._state import rng
 
-_LONGEST_WAIT = 600.0  # seconds
-
-
-class _Block:
-    """A block of one thread in which modules are its own."""
-
-    def __init__(self, modules: Sequence[nn.Module], thread: int) -> None:
-        self.modules = modules
-        # In a backward pass, the thread that waits for it: what that uses is the pass's to use.
-        self.thread = thread
-        self.ended = Event()
-        self.waits_for: _Block | None = None
-
-    def shares_with(self, other: _Block) -> bool:
-        """Return whether some module is a part of both."""
-        pairs = product(self.modules, other.modules)
-        return any(not set(a.modules()).isdisjoint(b.modules()) for a, b in pairs)
-
-
-# In the order in which they began. One that is not the first waits for those before it; appending
-# and removing need no lock.
-_blocks: list[_Block] = []
+# The blocks of the one thread whose turn it is, with its number. The engine's threads take the turn
+# of the thread that waits for their pass, which a lock of the library would not let them.
+_turns: list[tuple[int, object]] = []
+_turns_changed = Condition()
 
 
 @contextmanager
-def alone_with(*modules: nn.Module) -> Iterator[None]:
-    """Let no other thread into such a block with these modules; raise where both would wait."""
-    if torch.compiler.is_compiling() or not modules:
+def alone() -> Iterator[None]:
+    """Let no other thread into such a block."""
+    # One turn for all modules: of two threads that call modules inside of modules, each could wait
+    # for a lock that the other holds.
+    if torch.compiler.is_compiling():
         yield
         return
     with named_thread() as thread, INSIDE:
-        block = _Block(modules, thread)
+        block = thread, object()
 
         def end() -> None:
-            if block in _blocks:
-                _blocks.remove(block)
-            block.ended.set()
+            with _turns_changed:
+                if block in _turns:
+                    _turns.remove(block)
+                _turns_changed.notify_all()
 
         with undone(end):
-            _blocks.append(block)
-            while len(_blocks) > 1 and (other := _blocking(block)):
-                _wait(block, other)
+            with _turns_changed:
+                _turns_changed.wait_for(lambda: all(one[0] == thread for one in _turns))
+                _turns.append(block)
             yield
 
 
-def _blocking(block: _Block) -> _Block | None:
-    """Return a block of another thread that has to end before this one begins, if there is one."""
-    before = list(_blocks)
-    before = before[: before.index(block)]
-    for index, other in enumerate(before):
-        if other.thread == block.thread or not other.shares_with(block):
-            continue
-        # One that waits for a block around this one, of this thread, has not begun.
-        around = (one for one in before[:index] if one.thread == block.thread)
-        if not any(one.shares_with(other) for one in around):
-            return other
-    return None
-
-
-def _wait(block: _Block, other: _Block) -> None:
-    block.waits_for = other
-    if _wait_for_each_other(block) or not other.ended.wait(_LONGEST_WAIT):
-        names = " and ".join(sorted({type(module).__name__ for module in block.modules}))
-        expected = "a module, and parts of it, that no other thread uses, or not for long"
-        got = f"{names} in a call of another thread, which waits for this one, or has not returned "
-        got += f"for {_LONGEST_WAIT:.0f} seconds"
-        fix = "copy.deepcopy(module) for each thread; or call modules that share parts in one order"
-        raise UnsupportedGraphError(message("module", expected, got, fix))
-    block.waits_for = None
-
-
-def _wait_for_each_other(block: _Block) -> bool:
-    """Return whether the thread that a block waits for waits, in the end, for its own thread."""
-    seen: set[int] = set()
-    waiting: _Block | None = block
-    # One that has ended is still there until the thread that waits for it runs again.
-    while waiting and (other := waiting.waits_for) and not other.ended.is_set():
-        if other.thread == block.thread:
-            return True
-        if other.thread in seen:
-            return False
-        seen.add(other.thread)
-        of_thread = (one for one in list(_blocks) if one.thread == other.thread)
-        waiting = next((one for one in of_thread if one.waits_for), None)
-    return False
-
-
-_CONTAINERS = (list, dict, OrderedDict, set)
 _OF_EVERY_MODULE = list(vars(nn.Module()))
-_HOOK_TABLES = {name for name in _OF_EVERY_MODULE if name.endswith("hooks")}
-_LAST = len(_OF_EVERY_MODULE) - 1
-# Which of these are containers, the tables of hooks apart.
-_TABLES = itemgetter("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+_TORCHS = frozenset(_OF_EVERY_MODULE)
+_HOOK_TABLES = [name for name in _OF_EVERY_MODULE if name.endswith("hooks")]
+_TABLES = ["_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"]
+_CONTAINERS = frozenset({list, dict, OrderedDict, defaultdict, Counter, set, deque})
+_LIBRARIES = frozenset({"torch", "numpy", "gradkit", *sys.stdlib_module_names})
+_DEPTH, _LONGEST = 5, 10_000  # what is longer is data, and no state
+LARGEST_STATE = 1 << 16  # elements of a tensor; a larger one is data, too
+
+_Attributes: TypeAlias = list[tuple[str, Any]]
+
+
+@lru_cache(maxsize=4096)
+def _kind(cls: type) -> type | None:
+    """Return Tensor, a container's class, `object` for one of the user's, or None for others."""
+    if issubclass(cls, Tensor):
+        return Tensor
+    if cls in _CONTAINERS or (issubclass(cls, tuple) and cls is not torch.Size):
+        return cls
+    is_users = cls is SimpleNamespace or cls.__module__.partition(".")[0] not in _LIBRARIES
+    return object if is_users and not issubclass(cls, nn.Module | type) else None
+
+
+def _reachable(attributes: _Attributes) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors, and the containers, in attributes, with their paths."""
+    seen: set[int] = set()
+    for _ in range(_DEPTH):
+        below: _Attributes = []
+        for path, value in attributes:
+            kind = _kind(cast("Any", type(value)))
+            if kind is None or id(value) in seen:
+                continue
+            seen.add(id(value))
+            if kind is Tensor:
+                yield path, value
+                continue
+            container = getattr(value, "__dict__", ()) if kind is object else value
+            if len(container) > _LONGEST:
+                continue
+            yield path, container
+            form = "{}.{}" if kind is object else "{}[{!r}]"
+            pairs = container.items() if isinstance(container, dict) else enumerate(container)
+            below += [(form.format(path, key), x) for key, x in pairs]
+        attributes = below
+
+
+_KIND = ("dtype", "device", "shape")
+
+
+class TensorState:
+    """The values of some tensors, their memory, and whether they require grad."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._saved = [
+            (x, x.data, _version(x), x.detach().clone(), x.is_leaf, x.requires_grad)
+            for x in tensors
+        ]
+
+    def restore(self, *, by_version: bool = False) -> None:
+        """Put back what has changed; `by_version`, as far as torch has counted it."""
+        for tensor, data, version, numbers, was_leaf, requires_grad in self._saved:
+            if any(getattr(tensor, name) != getattr(data, name) for name in _KIND):
+                tensor.data = data  # a module was moved or cast
+            if _version(tensor) != version or not (by_version or _has_values(tensor, numbers)):
+                with torch.inference_mode(), INSIDE:  # in which its own can be written on
+                    (tensor if tensor.is_inference() else data).copy_(numbers)
+            if was_leaf and not (tensor.is_leaf or tensor._is_view()):
+                tensor.detach_()  # what was written on it has a graph
+            if tensor.is_leaf and tensor.requires_grad != requires_grad:
+                tensor.requires_grad_(requires_grad)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # inference tensors have no count
+
+
+def _has_values(tensor: Tensor, numbers: Tensor) -> bool:
+    is_comparable = tensor.layout == torch.strided and not tensor.is_meta
+    return not is_comparable or torch.equal(tensor.detach(), numbers)
 
 
 class ModuleSnapshot:
-    """The attributes, lists and dictionaries of a module; with `hooks`, its hooks, too."""
+    """The attributes of a module, and what is in them; with `hooks`, its hooks, too."""
 
     def __init__(self, module: nn.Module, *, hooks: bool = False) -> None:
+        self.module = module
         self.parts = list(module.named_modules())  # it and all below, once, by the first name
-        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._containers: list[tuple[Any, Any]] = []
-        self._empty: list[Any] = []
-        for _, part in self.parts:
-            attributes = vars(part)
-            self._attributes.append((attributes, attributes.copy()))
-            for value in _may_be_containers(attributes, hooks):
-                if type(value) in _CONTAINERS:
-                    if value:
-                        self._containers.append((value, value.copy()))
-                    else:
-                        self._empty.append(value)
+        self._attributes = [(vars(part), vars(part).copy()) for _, part in self.parts]
+        self._params = [dict(part._parameters) for _, part in self.parts]
+        names = _TABLES + _HOOK_TABLES if hooks else _TABLES
+        tables = [own[name] for own, _ in self._attributes for name in names if name in own]
+        self._tables = [(x, x.copy()) for x in tables if type(x) in _CONTAINERS]
+        every = list(_reachable(list(self._own_attributes())))
+        self._kept = [(x, x.copy()) for _, x in every if not isinstance(x, Tensor | tuple)]
+        # The tensors in attributes that not every module has, by id, with their paths.
+        self.tensors = {id(x): (path, x) for path, x in every if isinstance(x, Tensor)}
+        is_plain = not (transforms() or rng.is_capturing())  # a copy would be of a transform
+        values = (x for _, x in self.tensors.values() if is_plain and not is_transform_tensor(x))
+        small = (x for x in values if x.numel() <= LARGEST_STATE and not x.requires_grad)
+        self._values = TensorState(small)
 
-    def changed_attributes(self) -> Iterator[tuple[dict[str, Any], str]]:
-        """Yield the tables, and keys there, of attributes that are other objects now."""
-        for attributes, copy in self._attributes:
-            for name, value in attributes.items():
-                if copy.get(name) is not value:
-                    yield attributes, name
+    def _own_attributes(self) -> Iterator[tuple[str, Any]]:
+        """Yield the attributes of the parts that not every module has, with their paths."""
+        last = len(_OF_EVERY_MODULE) - 1
+        for name, part in self.parts:
+            attributes, prefix = vars(part), f"module.{name}." if name else "module."
+            # As long as its constructor begins with that of nn.Module, its own come last.
+            if next(islice(attributes, last, None), None) == _OF_EVERY_MODULE[last]:
+                for key, x in islice(attributes.items(), last + 1, None):
+                    yield prefix + key, x
+            else:
+                yield from (
+                    (prefix + key, x) for key, x in attributes.items() if key not in _TORCHS
+                )
+
+    def new_attributes(self) -> Iterator[tuple[str, dict[str, Any], str]]:
+        """Yield the attributes that are other objects now: path, table and key."""
+        for (name, _), (attributes, copy) in zip(self.parts, self._attributes, strict=True):
+            if not _is_same_table(attributes, copy):
+                prefix = f"module.{name}." if name else "module."
+                new = [key for key, x in attributes.items() if copy.get(key) is not x]
+                yield from ((prefix + key, attributes, key) for key in new)
+
+    def tensors_now(self) -> dict[int, tuple[str, Tensor]]:
+        """Return the tensors that are in attributes now, as `tensors`."""
+        now = _reachable(list(self._own_attributes()))
+        return {id(x): (path, x) for path, x in now if isinstance(x, Tensor)}
+
+    def replaced_params(self) -> Iterator[Tensor]:
+        """Yield the parameters in whose place the parts have others now."""
+        for (_, part), before in zip(self.parts, self._params, strict=True):
+            now = part._parameters
+            yield from (x for k, x in before.items() if x is not None and now.get(k) is not x)
+
+    @contextmanager
+    def of_call(self) -> Iterator[None]:
+        """Put back what torch keeps in modules after a block, and the rest, too, if it raises."""
+        with undone(self._restore_tables):
+            try:
+                yield
+            except BaseException:
+                self.restore_kept()
+                raise
 
     def restore(self) -> None:
-        """Put back what has changed."""
+        """Put back all that has changed."""
         for attributes, copy in self._attributes:
             _restore(attributes, copy)
-        for container, copy in self._containers:
+        self._restore_tables()
+        self.restore_kept()
+
+    def _restore_tables(self) -> None:
+        """Put back what torch keeps in every module: parameters, buffers, parts, the mode."""
+        for attributes, copy in self._attributes:
+            if not _is_same_table(attributes, copy):
+                attributes.update({name: copy[name] for name in _OF_EVERY_MODULE if name in copy})
+        for container, copy in self._tables:
             _restore(container, copy)
-        for container in filter(None, self._empty):
-            container.clear()
+
+    def restore_kept(self) -> None:
+        """Put back what else is in attributes."""
+        for attributes, copy in self._attributes:
+            if not _is_same_table(attributes, copy):
+                own = {name: x for name, x in attributes.items() if name in _TORCHS}
+                _restore(attributes, copy | own)
+        for container, copy in self._kept:
+            _restore(container, copy)
+        self._values.restore(by_version=True)  # a device need not be waited for
+        for _, part in self.parts:
+            own = part._buffers
+            ended = [k for k, x in own.items() if x is not None and is_of_ended_transform(x)]
+            own.update({key: without_ended_levels(own[key]) for key in ended})
 
 
-def _may_be_containers(attributes: dict[str, Any], hooks: bool) -> Iterable[Any]:
-    """Return the values among which the lists and dictionaries of a part are."""
-    if hooks:
-        return attributes.values()
-    # As long as its constructor begins with that of nn.Module, its own attributes come last.
-    if next(islice(attributes, _LAST, None), None) == _OF_EVERY_MODULE[_LAST]:
-        return chain(_TABLES(attributes), islice(attributes.values(), _LAST + 1, None))
-    return [value for name, value in attributes.items() if name not in _HOOK_TABLES]
+def _is_same_table(now: dict[str, Any], copy: dict[str, Any]) -> bool:
+    return len(now) == len(copy) and all(map(is_, now.values(), copy.values()))
 
 
 def _restore(container: Any, copy: Any) -> None:
@@ -165,11 +243,9 @@ def _restore(container: Any, copy: Any) -> None:
         container.update(copy)
         for key in list(islice(container, len(copy), None)):
             del container[key]
-    elif not isinstance(container, dict) and _is_same(container, copy):
-        return
-    else:
+    elif isinstance(container, dict) or not _is_same(container, copy):
         container.clear()
-        (container.extend if type(container) is list else container.update)(copy)
+        (container.extend if isinstance(container, list | deque) else container.update)(copy)
 
 
 def _is_same(container: Any, copy: Any) -> bool:
@@ -178,30 +254,84 @@ def _is_same(container: Any, copy: Any) -> bool:
     return len(container) == len(copy) and all(map(is_, container, copy))
 
 
+_Restore: TypeAlias = Callable[[ModuleSnapshot], None]
+Made: TypeAlias = dict[int, tuple[Tensor, list[Tensor]]]  # by id
+
+
+class KeptState:
+    """What modules keep in attributes during a call of gradkit, until it ends."""
+
+    def __init__(self, end: ExitStack, restore: _Restore) -> None:
+        self._end, self._restore = end, restore
+        self.snapshots: dict[int, ModuleSnapshot] = {}  # by id of a module
+        # By id of a module, the tensors that its calls have left, and the parameters of these.
+        self.made: dict[int, Made] = {}
+        self.replaced: set[int] = set()  # the ids of parameters that calls had others for
+        # The state of modules before a checkpoint has put other tensors into them.
+        self.before: dict[int, ModuleSnapshot] = {}
+
+    def add(self, module: nn.Module, *, hooks: bool = False) -> ModuleSnapshot | None:
+        """Put back a module at the end; return its snapshot, None if it has one already."""
+        if id(module) in self.snapshots:
+            return None
+        self._end.enter_context(alone())
+        before = self.before.get(id(module))
+        snapshot = before or ModuleSnapshot(module, hooks=hooks)
+        self.snapshots[id(module)] = snapshot
+        self._end.enter_context(undone(partial(self._restore, snapshot)))
+        return None if before else snapshot
+
+    def note(self, snapshot: ModuleSnapshot, params: list[Tensor]) -> None:
+        """Note what a call with these parameters has left in a module; forget what is gone."""
+        before, key = snapshot.tensors, id(snapshot.module)
+        made, now = self.made.get(key, {}), snapshot.tensors_now()
+        left = {k: (x, params) for k, (_, x) in now.items() if k not in before}
+        self.made[key] = left | {k: made[k] for k in made.keys() & now.keys()}
+
+    def put_back(self) -> None:
+        """Let the modules keep what they did before the call."""
+        for snapshot in reversed(self.snapshots.values()):
+            snapshot.restore_kept()
+        self.made.clear()
+
+
+_state_now: ContextVar[KeptState | None] = ContextVar("state_now", default=None)
+
+
+def state_now() -> KeptState | None:
+    """Return what the outermost call of gradkit lets modules keep, if one is around."""
+    return None if torch.compiler.is_compiling() else _state_now.get()
+
+
+def keeping_state() -> AbstractContextManager[KeptState]:
+    """Return a block at whose end modules lose what they have kept, if it is the outermost."""
+    outer = _state_now.get()
+    return _new_state(ModuleSnapshot.restore_kept) if outer is None else nullcontext(outer)
+
+
 @contextmanager
-def attributes_put_back(
-    module: nn.Module, *, hooks: bool = False
-) -> Iterator[list[tuple[str, nn.Module]]]:
-    """Put a module's attributes and containers back, its hooks too if asked; yield its parts."""
-    # Otherwise what a forward pass computes from the tensors of a call would stay in the module: a
-    # weight that a hook makes, a cache. And in a module that is part of another under two names,
-    # torch.func.functional_call leaves the tensors of the call as its parameters.
-    if torch.compiler.is_compiling():  # it rejects assignments that it cannot undo itself
-        yield []
-        return
-    with alone_with(module):
-        snapshot = ModuleSnapshot(module, hooks=hooks)
-        with undone(snapshot.restore):
-            yield snapshot.parts
+def _new_state(restore: _Restore) -> Iterator[KeptState]:
+    outer = _state_now.get()
+    with undo_stack() as end, undone(partial(_state_now.set, outer)):
+        state = KeptState(end, restore)
+        if outer is not None:
+            state.replaced = outer.replaced
+        _state_now.set(state)
+        yield state
 
 
 @contextmanager
 def modules_put_back(modules: Sequence[nn.Module], *, hooks: bool = False) -> Iterator[None]:
-    """Put back what a block assigns to modules, none of which another thread runs meanwhile."""
-    with undo_stack() as stack:
-        stack.enter_context(alone_with(*modules))
+    """Put back all that a block assigns to modules, none of which another thread runs meanwhile."""
+    # Otherwise what a forward pass computes from the tensors of a call would stay in the module: a
+    # weight that a hook makes, a cache. And in a module that is part of another under two names,
+    # torch.func.functional_call leaves the tensors of the call as its parameters.
+    if torch.compiler.is_compiling():  # it rejects assignments that it cannot undo itself
+        yield
+        return
+    with _new_state(ModuleSnapshot.restore) as state:
         for module in modules:
-            stack.enter_context(attributes_put_back(module, hooks=hooks))
+            state.add(module, hooks=hooks)
         yield
 
 

@@ -19,6 +19,7 @@ from gradkit._compat.dynamo import leave_uncompiled
 from gradkit._compat.undoing import INSIDE, undo_stack, undone
 from gradkit._core.ownership import written_tensors
 from gradkit._state import rng
+from gradkit._state.module_state import ModuleSnapshot, modules_put_back, state_now
 from gradkit.errors import UnsupportedGraphError, message
 
 Kind: TypeAlias = tuple[torch.device, torch.dtype]
@@ -177,6 +178,9 @@ class RerunState:
         self.made = self._writes.has_made
         self._checksums: Checksums = {}
         self._around = _innermost.get()
+        kept = state_now()
+        self._modules = [] if kept is None else [one.module for one in kept.snapshots.values()]
+        self._module_states = list(map(ModuleSnapshot, self._modules))
 
     @contextmanager
     def first_run(self) -> Iterator[None]:
@@ -204,6 +208,9 @@ class RerunState:
         states = rng.current(self._rng)
         with undo_stack() as stack:
             stack.enter_context(undone(partial(rng.restore, states)))
+            stack.enter_context(modules_put_back(self._modules))
+            for snapshot in self._module_states:
+                snapshot.restore()
             rng.restore(self._rng)
             for device, enabled, dtype in self._autocast:
                 if (device, enabled, dtype) != _autocast(device):

@@ -1,6 +1,6 @@
 """The states of the random number generators.
 
-Apart, as its names are short: a caller says `rng.states(tensors)`.
+Apart, as its names are short: a caller says `rng.states()`.
 """
 
 from __future__ import annotations

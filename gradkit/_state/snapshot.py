@@ -11,31 +11,38 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
 from gradkit._compat.transforms import transforms
-from gradkit._compat.undoing import INSIDE, undo_stack, undone
-from gradkit._core.user_code import captured_by
+from gradkit._compat.undoing import undo_stack, undone
+from gradkit._core.user_code import CapturedObject, captured_by
 from gradkit._state import rng
 from gradkit._state.grad_attribute import grad_dtypes_put_back, grads_put_back
-from gradkit._state.module_state import ModuleSnapshot, alone_with, modules_put_back
+from gradkit._state.module_state import (
+    LARGEST_STATE,
+    ModuleSnapshot,
+    TensorState,
+    alone,
+    keeping_state,
+    modules_put_back,
+)
+from gradkit._state.stale_reads import stale_reads_refused
 
 
 class Snapshot:
     """The state of modules, tensors and random number generators, to be restored after each run."""
 
-    def __init__(self, captured: Iterable[object], tensors: Iterable[Tensor]) -> None:
+    def __init__(self, captured: Iterable[CapturedObject], tensors: Iterable[Tensor]) -> None:
         captured = list(captured)
         modules = [value for value in captured if isinstance(value, nn.Module)]
         parts = [part for module in modules for part in module.modules()]
         own = [t for module in modules for t in (*module.parameters(), *module.buffers())]
         own += [x for part in parts for x in vars(part).values() if isinstance(x, Tensor)]
         self._tensors = list({id(t): t for t in (*tensors, *own)}.values())
-        self.modules = [module for module in modules if not _is_scripted(module)]
+        self.modules = unscripted(captured)
         self._generators = list(rng.generators(captured))
-        self._values = [(t, t.data, _version(t), t.detach().clone()) for t in self._tensors]
+        self._state = TensorState(self._tensors)
         self.leaves = [t for t in self._tensors if t.is_leaf]
-        self._requires_grad = [(t, t.requires_grad) for t in self.leaves]
         self.grads = {id(t): t.grad for t in self.leaves}
 
     @contextmanager
@@ -48,21 +55,9 @@ class Snapshot:
             stack.enter_context(grads_put_back(self.leaves))
             stack.enter_context(grad_dtypes_put_back(self.leaves))
             # Before `.grad`, which must fit.
-            stack.enter_context(undone(self._restore_tensors))
+            stack.enter_context(undone(self._state.restore))
             stack.enter_context(modules_put_back(self.modules, hooks=True))
             yield
-
-    def _restore_tensors(self) -> None:
-        for tensor, data, version, numbers in self._values:
-            if any(getattr(tensor, name) != getattr(data, name) for name in _KIND):
-                tensor.data = data  # a module was moved or cast
-            if _has_changed(tensor, version, numbers):
-                tensor.data.copy_(numbers)
-        for tensor, requires_grad in self._requires_grad:
-            if not (tensor.is_leaf or tensor._is_view()):
-                tensor.detach_()
-            if tensor.is_leaf and tensor.requires_grad != requires_grad:
-                tensor.requires_grad_(requires_grad)
 
     def random_states(self) -> list[Any]:
         """Return the states of all generators, comparable with `==`."""
@@ -72,59 +67,78 @@ class Snapshot:
         return rng.states() + rng.states_of(self._generators)
 
 
-_KIND = ("dtype", "device", "shape")
-# A larger tensor that a function refers to, and that no module has for a buffer, is data: no state.
-_LARGEST_STATE = 1 << 16
+@contextmanager
+def put_back(*functions: object) -> Iterator[None]:
+    """Put back what modules of the user's functions keep; everything, if the block raises."""
+    # Nested, what they keep is put back by the block around.
+    if torch.compiler.is_compiling():
+        yield
+        return
+    captured = captured_by(*functions)
+    with keeping_state() as state:
+        new = [state.add(module, hooks=True) for module in unscripted(captured)]
+        stale = stale_reads_refused(filter(None, new), state=state)
+        with stale, _put_back_on_error(captured, new):
+            yield
 
 
 @contextmanager
 def put_back_on_error(*functions: object) -> Iterator[None]:
-    """Put back, if the block raises, what these functions of the user's may have written on."""
-    # Buffers and attributes of the modules that they refer to, small tensors, and random states.
-    # A transform around refuses writes on what is outside, or has copies made.
-    if torch.compiler.is_compiling() or transforms() or rng.is_capturing():
+    """Put everything back if the block raises; what modules keep is the user's otherwise."""
+    if torch.compiler.is_compiling():
         yield
         return
     captured = captured_by(*functions)
-    modules = [m for m in captured if isinstance(m, nn.Module) and not _is_scripted(m)]
-    with alone_with(*modules):
-        snapshots = list(map(ModuleSnapshot, modules))
-    parts = [part for snapshot in snapshots for _, part in snapshot.parts]
-    tensors = [x for x in captured if isinstance(x, Tensor) and not x.requires_grad]
-    written = [x for x in tensors if x.numel() <= _LARGEST_STATE]
-    own = chain.from_iterable((*part._buffers.values(), *vars(part).values()) for part in parts)
-    written += [x for x in own if isinstance(x, Tensor)]
-    values = [(x, _version(x), x.detach().clone()) for x in written]
-    constants = [x for x in written if not (x.requires_grad or x._is_view())]
-    states = rng.states() + rng.states_of(x for x in captured if isinstance(x, Generator))
+    with _put_back_on_error(captured, [None for _ in unscripted(captured)]):
+        yield
+
+
+@contextmanager
+def _put_back_on_error(
+    captured: list[CapturedObject], known: Iterable[ModuleSnapshot | None]
+) -> Iterator[None]:
+    # A transform around refuses writes on what is outside, or has copies made.
+    if transforms() or rng.is_capturing():
+        yield
+        return
+    pairs = zip(unscripted(captured), known, strict=True)
+    with alone():
+        restore = _restoring(captured, [one or ModuleSnapshot(m, hooks=True) for m, one in pairs])
     try:
         yield
     except BaseException:
-        with alone_with(*modules):
-            for snapshot in snapshots:
-                snapshot.restore()
-        with torch.inference_mode(), INSIDE:  # in which its own tensors can be written on
-            for tensor, version, value in values:
-                if _has_changed(tensor, version, value):
-                    tensor.copy_(value)
-        for tensor in constants:
-            tensor.detach_()  # what was written on it may have a graph
-        rng.restore(states)
+        with alone():
+            restore()
         raise
 
 
-def _is_scripted(module: nn.Module) -> bool:
-    return isinstance(module, torch.jit.ScriptModule)
+def _restoring(captured: list[CapturedObject], snapshots: list[ModuleSnapshot]) -> Any:
+    """Return what puts back buffers, attributes, hooks, modes, small tensors, random states."""
+    parts = [part for snapshot in snapshots for _, part in snapshot.parts]
+    params = [x for part in parts for x in part._parameters.values() if x is not None]
+    buffers = chain.from_iterable(part._buffers.values() for part in parts)
+    # A larger tensor that a function refers to, and that no module has for a buffer, is no state.
+    small = (x for x in captured if isinstance(x, Tensor) and x.numel() <= LARGEST_STATE)
+    written = [*(x for x in buffers if x is not None), *(x for x in small if not x.requires_grad)]
+    tensors, frozen = TensorState(written), [x.requires_grad for x in params]
+    states = rng.states() + rng.states_of(rng.generators(captured))
+
+    def restore() -> None:
+        for snapshot in snapshots:
+            snapshot.restore()
+        tensors.restore()
+        for param, requires_grad in zip(params, frozen, strict=True):
+            if param.requires_grad != requires_grad:
+                param.requires_grad_(requires_grad)
+        rng.restore(states)
+
+    return restore
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # inference tensors have no count
-
-
-def _has_changed(tensor: Tensor, version: int, numbers: Tensor) -> bool:
-    if tensor.layout != torch.strided or tensor.is_meta:
-        return _version(tensor) != version
-    return not torch.equal(tensor.detach(), numbers)
+def unscripted(captured: Iterable[CapturedObject]) -> list[nn.Module]:
+    """Return the modules among some objects, without those whose state torch.jit keeps."""
+    modules = (x for x in captured if isinstance(x, nn.Module))
+    return [x for x in modules if not isinstance(x, torch.jit.ScriptModule)]
 
 
 def _python_states() -> tuple[Any, Any]:

@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gradkit._compat.transforms import BATCH, DERIVATIVES, FORWARD, recording_levels, transforms
+from gradkit._compat.transforms import (
+    BATCH,
+    DERIVATIVES,
+    FORWARD,
+    differentiated_around,
+    recording_levels,
+    transforms,
+)
+from gradkit._core.known_results import Result, Rule, rule_of
 from gradkit.errors import UnsupportedGraphError, message
 
 Operation = Callable[..., Any]
@@ -60,7 +68,20 @@ def of_symmetric(operation: Operation, a: Tensor, *args: Any, **kwargs: Any) -> 
     # What it does not read, of the other triangle, may be anything.
     finite = a.where(a.isfinite(), 0) / 2
     half = finite + finite.mH
-    return operation(a.detach() + (half - half.detach()), *args, **kwargs)
+    symmetric = a.detach() + (half - half.detach())
+    if "eigh" in operation.__name__:
+        return _by_reverse(operation, symmetric, *args, **kwargs)
+    return operation(symmetric, *args, **kwargs)
+
+
+def _by_reverse(operation: Operation, a: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Return what eigh does, where a jvp is differentiated by its rule of reverse mode alone."""
+    # The rule of forward mode divides by zeros, on which it then writes: its derivative is nan.
+    stack = (*["Grad"] * (0 in recording_levels(a)), *transforms())
+    if not differentiated_around(stack, FORWARD):
+        return operation(a, *args, **kwargs)
+    rule = rule_of(lambda a: tuple(operation(a, *args, **kwargs)), transposes=True)
+    return getattr(torch.return_types, operation.__name__, tuple)(Result.of(rule, [a]))
 
 
 def logcumsumexp(operation: Operation | None, input: Tensor, dim: int) -> Tensor:
@@ -79,6 +100,115 @@ def logcumsumexp(operation: Operation | None, input: Tensor, dim: int) -> Tensor
         return sums
     # Which of the logarithms it is that the operation gives.
     return sums + 1j * (torch.logcumsumexp(input.detach(), dim) - sums.detach()).imag
+
+
+def differences(x: Tensor, y: Tensor | None = None) -> Tensor:
+    """Return those of every row of one matrix and every row of another, or of pairs of its own."""
+    if y is not None:
+        return x[..., :, None, :] - y[..., None, :, :]
+    first, second = torch.triu_indices(len(x), len(x), 1, device=x.device)
+    return x[first] - x[second]
+
+
+def distances(operation: Operation, *args: Any, **kwargs: Any) -> Tensor:
+    """Return what cdist and pdist do for p=inf, whose rules give each tie the whole gradient."""
+    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    each = differences(*tensors)
+    if not each.numel():
+        return cast("Tensor", operation(*args, **kwargs))
+    largest: Tensor = torch.linalg.vector_norm(each, math.inf, -1)
+    return largest
+
+
+def norm(operation: Operation, *args: Any, **kwargs: Any) -> Tensor:
+    """Return a norm; raise where it is zero: torch takes its second derivative there for zero."""
+    # The second derivative of cos(norm(x)), which is smooth, is not zero there.
+    value: Tensor = operation(*args, **kwargs)
+    if _is_on_host(value) and (value.detach() == 0).any():
+        expected, got = "a norm that has a second derivative", "one that is zero, of which a jvp "
+        fix = "x.square().sum() for its square; or hvp at a point at which it is not zero"
+        got += "of a derivative is silently wrong"
+        raise UnsupportedGraphError(message("torch.linalg.vector_norm", expected, got, fix))
+    return value
+
+
+def xlogy(operation: Operation, input: Any, other: Any, **kwargs: Any) -> Tensor:
+    """Return what torch.xlogy and xlog1py do: zero for an input of zero, whatever the other is."""
+    if isinstance(other, Tensor):
+        at = -1 if "log1p" in operation.__name__ else 0
+        constant = input.detach() if isinstance(input, Tensor) else input
+        is_lost = (other.detach() == at) & (constant == 0)
+        other = other if _nowhere(is_lost) else torch.where(is_lost, 1, other)
+    return cast("Tensor", operation(input, other, **kwargs))
+
+
+def ctc_loss(operation: Operation, *args: Any, **kwargs: Any) -> Tensor:
+    """Return what it does; torch's rule has what a log_softmax below would take off again."""
+    names = "log_probs targets input_lengths target_lengths blank reduction zero_infinity"
+    given = {"reduction": "mean", **by_name(names, args, kwargs)}
+    each = given | {"reduction": "none" if isinstance(given["reduction"], str) else 0}
+    losses: Tensor = operation(**each)
+    log_probs, *lengths = (given[names.split()[i]] for i in (0, 2, 3))
+    read, spoken = (torch.as_tensor(n, device=losses.device).view(losses.shape) for n in lengths)
+    steps = torch.arange(len(log_probs), device=losses.device).view(-1, *[1] * losses.dim())
+    more = torch.where((steps < read)[..., None], log_probs, -torch.inf).exp().sum((0, -1))
+    if given.get("zero_infinity"):
+        more = torch.where(operation(**each | {"zero_infinity": False}).isinf(), 0, more)
+    losses = losses - (more - more.detach())
+    if given["reduction"] in ("mean", 1):
+        return (losses / spoken.clamp_min(1)).mean()
+    return losses.sum() if given["reduction"] in ("sum", 2) else losses
+
+
+def svd(operation: Operation, a: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Return what torch.linalg.svd and torch.svd do: its rule leaves out full matrices."""
+    result = operation(a, *args, **kwargs)
+    u, values, v = result
+    v = v if operation is torch.svd or operation is Tensor.svd else v.mH
+    rank = values.size(-1)
+    if max(u.size(-1), v.size(-1)) == rank or not values.numel():
+        return result
+    if u.size(-1) > rank:
+        last = _orthogonal(a, u.detach(), v.detach())
+        u = torch.cat([u[..., :rank].mT, last.mT], -2).mT  # laid out as torch's
+    else:
+        v = torch.cat([v[..., :rank], _orthogonal(a.mH, v.detach(), u.detach())], -1)
+    return type(result)((u, values, v if operation in (torch.svd, Tensor.svd) else v.mH))
+
+
+def _orthogonal(a: Tensor, u: Tensor, v: Tensor) -> Tensor:
+    """Return the last columns of u, which are orthogonal to those of a, as a function of a."""
+    # The basis of that space which turns least is followed; a loss that is of the space alone has
+    # the same derivatives by every basis.
+    near = u.mH @ a @ v
+    rank = near.size(-1)
+    tilt = torch.linalg.inv_ex(near[..., :rank, :].mH).inverse @ near[..., rank:, :].mH
+    square = tilt.mH @ tilt
+    shrunk = u[..., rank:] - u[..., :rank] @ tilt
+    ones = torch.eye(square.size(-1), dtype=u.dtype, device=u.device)
+    # The power -1/2 of 1 + square, which is zero here: all of its derivatives up to the fifth.
+    last = shrunk @ (ones - square / 2 + 3 / 8 * square @ square)
+    change, is_finite = last - last.detach(), last.detach().isfinite()
+    if not _nowhere(~is_finite):  # of a singular matrix the value is torch's, the derivative nan
+        change = torch.where(is_finite, change, (0 * a.abs().sum()).sqrt())
+    last = u[..., rank:] + change
+    looked_at = [] if order_of(a) == 1 else [True]
+
+    def grads(bases: Sequence[Tensor], _: Sequence[bool], cotangents: Sequence[Any]) -> Any:
+        turned = (bases[0].mH @ cotangents[0]).detach()
+        # A derivative of a loss of the space has other cotangents.
+        if not looked_at and _is_on_host(turned):
+            looked_at.append(True)
+            if (turned - turned.mH).abs().max() > 1e-3 * turned.abs().max():
+                expected = "a loss of the space that is orthogonal to the matrix"
+                fix = "full_matrices=False; or a loss of u @ u.mH, of those columns u"
+                raise UnsupportedGraphError(
+                    message("torch.linalg.svd", expected, "one that depends on its basis", fix)
+                )
+        return cotangents
+
+    rule = Rule(grads, lambda _, tangents: tangents, lambda x: (x.clone(),))
+    return Result.of(rule, [last])[0]
 
 
 def embedding(operation: Operation, *args: Any, **kwargs: Any) -> Tensor:
@@ -104,6 +234,8 @@ def linspace(
     ends = [x.detach() if isinstance(x, Tensor) else x for x in (start, end)]
     exact: Tensor = operation(*ends, steps, **options | ({} if base is None else {"base": base}))
     along = torch.linspace(0, 1, steps, device=exact.device)
+    # Without device=, torch makes them on the CPU, wherever the ends are.
+    start, end = (x.to(exact.device) if isinstance(x, Tensor) else x for x in (start, end))
     points = start + (end - start) * along.to(torch.promote_types(exact.dtype, along.dtype))
     same = (points if base is None else base**points).to(exact.dtype)
     return exact + (same - same.detach()) if exact.is_floating_point() else exact
@@ -194,11 +326,25 @@ def prod(operation: Operation, input: Tensor, *args: Any, **kwargs: Any) -> Tens
         return value
     dim = args[0] if args else kwargs.get("dim")
     x = input.to(value.dtype)
-    x = x.flatten() if dim is None else x.movedim(dim, -1)
+    x, exponents = _scaled(x.flatten() if dim is None else x.movedim(dim, -1))
     while (size := x.size(-1)) > 1:
         half = size // 2
         x = torch.cat([x[..., :half] * x[..., half : 2 * half], x[..., 2 * half :]], -1)
+    x = _unscaled(x, exponents.sum(-1, keepdim=True))
     return with_value(value, x.reshape(value.shape)) if size else value
+
+
+def _scaled(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return numbers of size about one, and the powers of two by which they are the given ones."""
+    # In whatever order they are multiplied, none overflows whose product does not.
+    exponents = x.detach().abs().log2().round()
+    exponents = torch.where(exponents.isfinite(), exponents, 0).clamp_min(-120)
+    return x * (-exponents).exp2(), exponents
+
+
+def _unscaled(x: Tensor, exponents: Tensor) -> Tensor:
+    half = (exponents / 2).floor()  # the power itself may overflow where the product does not
+    return x * half.exp2() * (exponents - half).exp2()
 
 
 def cumprod(operation: Operation, input: Tensor, dim: int, **kwargs: Any) -> Tensor:
@@ -206,7 +352,9 @@ def cumprod(operation: Operation, input: Tensor, dim: int, **kwargs: Any) -> Ten
     value: Tensor = operation(input, dim, **kwargs)
     (x,) = _with_dimensions(input.to(value.dtype))
     x = x.movedim(dim, -1)
+    x, exponents = _scaled(x)
     x = _products_so_far(x, torch.zeros_like(x, dtype=torch.long))
+    x = _unscaled(x, exponents.cumsum(-1))
     return with_value(value, x.movedim(-1, dim).reshape(value.shape))
 
 
@@ -263,13 +411,19 @@ def _segment_products(given: Sequence[Tensor], dim: int, *, include_self: bool) 
     input, index, src = given
     order = index.argsort(dim)
     keys, x = (t.gather(dim, order).movedim(dim, -1) for t in (index, src))
-    products, factors = _products_so_far(x, keys), torch.ones_like(input).movedim(dim, -1)
+    input, scale = _scaled(input.movedim(dim, -1))
+    x, exponents = _scaled(x)
+    products, factors = _products_so_far(x, keys), torch.ones_like(input)
     is_last = functional.pad(keys[..., 1:] != keys[..., :-1], (0, 1), value=True)
     at_last = torch.where(is_last, products, 0)
     hit = _is_hit(factors, -1, keys)
     factors = torch.where(hit, torch.zeros_like(factors).scatter_add(-1, keys, at_last), 1)
-    factors, hit = factors.movedim(-1, dim), hit.movedim(-1, dim)
-    return input * factors if include_self else torch.where(hit, factors, input)
+    if include_self:
+        scale, factors = scale.scatter_add(-1, keys, exponents), input * factors
+    else:
+        scale, factors = torch.where(hit, 0, scale), torch.where(hit, factors, input)
+        scale = scale.scatter_add(-1, keys, exponents)
+    return _unscaled(factors, scale).movedim(-1, dim)
 
 
 def index_reduce(
@@ -388,7 +542,8 @@ def cosine_similarity(
     value: Tensor = operation(x1, x2, dim, eps)
     shape = (x1.detach() + x2.detach()).shape
     pair = [x.to(value.dtype).expand(shape) for x in (x1, x2)]
-    small = [torch.linalg.vector_norm(x.detach(), dim=dim, keepdim=True) < eps for x in pair]
+    squares = [x.detach().double().square().sum(dim, keepdim=True) for x in pair]
+    small = [square < eps * eps for square in squares]
     if _nowhere(small[0] | small[1]):
         return value
     for i, is_small in enumerate(small):

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 from weakref import WeakMethod, WeakSet
 
 import torch
@@ -15,6 +15,7 @@ from torch.autograd import Function
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from gradkit._compat.autograd import written_arguments
 from gradkit._compat.dynamo import functions_traced, leave_uncompiled
 from gradkit._compat.nodes import output_shape, saved, saved_or
 from gradkit._compat.transforms import (
@@ -25,6 +26,7 @@ from gradkit._compat.transforms import (
     autograd_grad,
     carries_graph,
     carries_tangent,
+    compiles_scripted,
     differentiated,
     differentiated_around,
     forward_mode_on,
@@ -32,7 +34,10 @@ from gradkit._compat.transforms import (
     layers,
     level_of,
     recording_levels,
+    set_compiles_scripted,
+    tangent_version,
     transforms,
+    varies,
     without_innermost_tangent,
 )
 from gradkit._compat.undoing import INSIDE, undone
@@ -120,8 +125,14 @@ class OpMonitor(TorchFunctionMode):
         if torch.is_grad_enabled():
             self._tangents_from, self._level = jvp_level(), len(transforms())
         before = active_monitors()
-        with undone(partial(setattr, _active, "count", before)), self, INSIDE:
+        with (
+            undone(partial(setattr, _active, "count", before)),
+            undone(partial(set_compiles_scripted, compiles_scripted())),
+            self,
+            INSIDE,
+        ):
             _active.count = before + 1
+            set_compiles_scripted(False)
             yield
 
     @leave_uncompiled
@@ -141,7 +152,8 @@ class OpMonitor(TorchFunctionMode):
             if name in table.BY_FORMULA:
                 given = self._current(given)
             call = table.OpCall(*given, is_functional, transforms(), self._outer)
-            if name not in table.BY_FORMULA:
+            bug = table.BY_FORMULA.get(name)
+            if bug is None or (name in table.REFUSED and not bug.when(call, ())):
                 self._note(name, call)
             elif not constants and _needs_formula(name, call):
                 if not _is_in_place(func):
@@ -150,14 +162,16 @@ class OpMonitor(TorchFunctionMode):
         if constants and not (self._writes and self._writes.redirects(func, kwargs)):
             args, kwargs = self._current((args, kwargs or {}))
             return self._run_on_constants(func, args, kwargs)
+        is_foreign = _is_foreign(func) and not (constants or torch.compiler.is_compiling())
+        written = _graphs_written_on(func, args, kwargs) if is_foreign else []
         if self._writes is not None:
             if constants:  # what is written keeps its own tangents
                 args = (*args[:1], *pytree.map_tensors(self._constant, args[1:]))
             result = self._writes.run(func, args, kwargs or {})
         else:
             result = func(*args, **kwargs) if kwargs else func(*args)
-        if _is_foreign(func) and not (constants or torch.compiler.is_compiling()):
-            _refuse_dropped(func, (args, kwargs), result)
+        if is_foreign:
+            _refuse_dropped(func, (args, kwargs), result, written)
         return result
 
     def _current(self, given: Any) -> Any:
@@ -277,9 +291,11 @@ class ForwardMonitor(TorchFunctionMode):
                 return attention.by_formula(func, args, kwargs or {})
         elif name is not None and name != _BACKWARD_PASS:
             return _run_in_eager_code(name, func, args, kwargs or {})
+        is_watched = is_watched and _is_foreign(func) and not torch.compiler.is_compiling()
+        written = _graphs_written_on(func, args, kwargs or {}) if is_watched else []
         result = func(*args, **kwargs) if kwargs else func(*args)
-        if is_watched and _is_foreign(func) and not torch.compiler.is_compiling():
-            _refuse_dropped(func, (args, kwargs), result)
+        if is_watched:
+            _refuse_dropped(func, (args, kwargs), result, written)
         return result
 
 
@@ -305,7 +321,22 @@ def _is_foreign(func: Callable[..., Any]) -> bool:
     return is_operator and str(func).partition(".")[0] not in _OF_TORCH
 
 
-def _refuse_dropped(func: Callable[..., Any], given: Any, result: Any) -> None:
+# A tensor, what made it, and how often its tangent was written on.
+_Written: TypeAlias = list[tuple[Tensor, Any, int | None]]
+
+
+def _graphs_written_on(func: Any, args: Any, kwargs: Any) -> _Written:
+    """Return what an operator writes on, as its schemas say, if that has a graph, or a tangent."""
+    # A leaf of eager code is the variable itself, whatever was written on it.
+    varying = [
+        x
+        for x in pytree.tensors(written_arguments(func, args, kwargs))
+        if varies(x) and (transforms() or not x.is_leaf)
+    ]
+    return [(x, x.grad_fn, tangent_version(x)) for x in varying]
+
+
+def _refuse_dropped(func: Callable[..., Any], given: Any, result: Any, written: _Written) -> None:
     """Raise if an operator has dropped a derivative of what it was given."""
     # torch drops tangents without a word, and warns once of a backward pass.
     outputs = [x for x in pytree.tensors(result) if x.is_floating_point() or x.is_complex()]
@@ -314,7 +345,10 @@ def _refuse_dropped(func: Callable[..., Any], given: Any, result: Any) -> None:
     is_cut = any(node is not None and node.name() == _WITHOUT_DERIVATIVE for node in nodes)
     if torch.is_grad_enabled() and not any(map(carries_graph, outputs)):  # a kernel falls through
         is_cut |= any(map(carries_graph, inputs))
-    if is_cut:
+    if any(x.grad_fn is made and tangent_version(x) == count for x, made, count in written):
+        got = "one that writes on a tensor with a graph or a tangent, which stay as they were"
+        fix = "return the result, with torch.library.register_autograd, and write on nothing"
+    elif is_cut:
         got = "one without an autograd kernel: torch takes its derivative as zero"
         fix = "torch.library.register_autograd, or an Autograd kernel in C++"
     elif any(map(carries_tangent, inputs)) and not any(map(carries_tangent, outputs)):

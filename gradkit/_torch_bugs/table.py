@@ -8,6 +8,7 @@ here. A new defect is a row, with its formula if it has one. Under which transfo
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from gradkit._compat import transforms
-from gradkit._compat.nodes import node_type, saved, saved_ints
+from gradkit._compat.nodes import names_of_nodes, node_type, saved, saved_ints
 from gradkit._compat.versions import is_seen
 from gradkit._core import pytree
 from gradkit._torch_bugs import formulas
@@ -229,6 +230,31 @@ def _reduction(node: Node, create_graph: bool, _: bool, *, src: str) -> str | No
     return got if (hit & (input == result)).any() else None
 
 
+def _has_ties(node: Node) -> bool:
+    if saved(node, "p") != math.inf:
+        return False
+    names = ("self",) if type(node).__name__.startswith("Pdist") else ("x1", "x2")
+    sizes = formulas.differences(*(saved(node, name).detach() for name in names)).abs()
+    result = saved(node, "result").detach()
+    return bool(((sizes == result[..., None]).sum(-1)[result > 0] > 1).any())
+
+
+def _is_zero_by_zero(node: Node, at: float) -> bool:
+    if node.next_functions[-1][0] is None:  # a constant
+        return False
+    return bool(((saved(node, "self") == 0) & (saved(node, "other") == at)).any())
+
+
+_SAME_ELEMENTS = names_of_nodes("Alias Clone Permute Squeeze.1 ToCopy Transpose Unsqueeze")
+
+
+def _is_of_no_log_softmax(node: Node) -> bool:
+    below = node.next_functions[0][0]
+    while below is not None and below.name() in _SAME_ELEMENTS:
+        below = below.next_functions[0][0]
+    return below is not None and below.name() != "LogSoftmaxBackward0"
+
+
 # --- the table
 
 _OVER_JVP = "take the jvp of the gradient: hvp(f, primals, tangents)"
@@ -237,6 +263,7 @@ _INSIDE = "take every derivative inside of the vmap, two at most; or use group_n
 _SOLVED = f"{_OVER_JVP}; or torch.linalg.inv(a) @ b"
 _DENSE = "make it dense: torch.zeros(size).index_put(tuple(indices), values, accumulate=True)"
 _OF_DET = "192540 192521 196696 104675 80761"
+_TIES = "a largest distance of several coordinates, each of which torch gives the whole gradient"
 _dropped = partial(Defect, when=_may_vary, also=_FIRST, drops=True)
 # What torch's tracker has of them: https://github.com/pytorch/pytorch/issues/198017.
 ROWS = (
@@ -244,7 +271,13 @@ ROWS = (
            when=lambda call, _: len(call.stack) > 1 or any(
                call.argument(*argument).requires_grad for argument in ((0, "input"), (1, "src")))),
     Defect("cdist", fix="(a[..., :, None, :] - b[..., None, :, :]).norm(dim=-1)",
-           aliases="_cdist_forward", nodes={"CdistBackward0": {}}),
+           nodes={"CdistBackward0": {}}),
+    Defect("cdist", formula=formulas.distances, also=_FIRST, aliases="_cdist_forward",
+           when=lambda call, _: call.argument(2, "p") == math.inf,
+           values={"CdistBackward0": _where(_TIES, _has_ties)}),
+    Defect("pdist", formula=formulas.distances, also=_FIRST, aliases="_pdist_forward",
+           when=lambda call, _: call.argument(1, "p") == math.inf,
+           values={"PdistBackward0": _where(_TIES, _has_ties)}),
     Defect("index_fill", fix="torch.where, or index_put", aliases="index_fill_",
            when=lambda call, _: isinstance(call.argument(3, "value"), Tensor),
            nodes={"IndexFillBackward1": {"value": RESULT}}),
@@ -263,6 +296,7 @@ ROWS = (
 
     # --- matrices
     Defect("det", issues=_OF_DET, nodes={"LinalgDetBackward0": {}},  # if only the graph tells of it
+           when=lambda call, _: not (call.args or call.kwargs),
            fix=f"{_OVER_JVP}; a third derivative by gradkit.value_and_grads, eagerly"),
     Defect("det", issues=_OF_DET, formula=formulas.det, when=_may_vary, also=_FIRST,
            values={"LinalgDetBackward0": _det}),
@@ -270,7 +304,12 @@ ROWS = (
     Defect("logdet", fix=_OVER_JVP, issues="192540"),
     Defect("householder_product", fix=_OVER_JVP, issues="196698", aliases="orgqr"),
     Defect("solve solve_ex tensorsolve", fix=_SOLVED, issues="192540 196695"),
-    Defect("eig eigvals", fix=_FORWARD, issues="192540"),
+    # The rule of forward mode divides by zeros, on which it writes: its derivative is nan.
+    Defect("eig", fix=_FORWARD, issues="192540", also=(("Grad", "Jvp"),)),
+    Defect("eigvals", fix=_FORWARD, issues="192540"),
+    Defect("svd", formula=formulas.svd, also=_FIRST),
+    Defect("norm vector_norm matrix_norm dist", formula=formulas.norm,
+           also=(("Jvp", "Grad"), ("Jvp", "Jvp"))),
     Defect("cholesky_inverse", fix=_FORWARD, issues="196682",
            nodes={"CholeskyInverseBackward0": {}}),
     Defect("triangular_solve", fix=_FORWARD, issues="196707",
@@ -332,7 +371,19 @@ ROWS = (
            values={"HardshrinkBackward0": _SHRINKS}),
     Defect("prelu", formula=formulas.prelu),
 
+    *(Defect(name, issues="80770", formula=formulas.xlogy, also=_FIRST, aliases=f"{name}_", values={
+        f"{kind}Backward{number}": _where(
+            f"{name} of zero, and of another argument at which its logarithm is that of zero: "
+            "torch gives nan for a derivative of zero", partial(_is_zero_by_zero, at=at))
+        for number in (0, 1)}) for name, kind, at in
+        (("xlogy", "Xlogy", 0), ("xlog1py", "SpecialXlog1Py", -1))),
+
     # --- layers and losses
+    Defect("ctc_loss", issues="52241 181534", formula=formulas.ctc_loss, also=_FIRST, values={
+        f"{kernel}CtcLossBackward{number}": _where(
+            "ctc_loss of log_probs that no log_softmax has made: torch gives its gradient by what "
+            "one would be of", _is_of_no_log_softmax)
+        for kernel in ("", "Cudnn") for number in (0, 1)}),
     Defect("binary_cross_entropy", issues="103316", formula=formulas.binary_cross_entropy,
            also=_FIRST, values={"BinaryCrossEntropyBackward0": _where(
                "binary_cross_entropy of a probability next to zero or one, for which torch gives "

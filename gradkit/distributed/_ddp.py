@@ -20,7 +20,7 @@ from gradkit._core import graph, pytree, user_code
 from gradkit._core.call import Losses
 from gradkit._core.leaf_arithmetic import add_leaves
 from gradkit._core.ownership import empty_for
-from gradkit._core.params import Params
+from gradkit._core.params import Params, read_params
 from gradkit._core.pytree import PyTree
 from gradkit._state.grad_attribute import replace_grad
 from gradkit.distributed._agreement import (
@@ -84,7 +84,7 @@ def run(call: DistributedCall, modules: _Replicas) -> tuple[PassResult, Params]:
             keep_plan(_plan_key(group, call, losses, params), group, local.grads, specs)
     if ignoring:
         # DDP leaves the gradients of parameters that it ignores local, as `.backward()` does.
-        replicated = _reduced_params(modules)
+        replicated = distributed.reduced_params(modules)
         local = local_grads()
         columns = zip(local.grads, local.templates, reduced, strict=True)
         reduced = [mean if id(param) in replicated else mine for mine, param, mean in columns]
@@ -152,6 +152,8 @@ def add_to_replicas(params: PyTree, read_pairs: Callable[[], _Pairs]) -> _Pairs:
     roots = [leaf for leaf in leaves if isinstance(leaf, nn.Module)]
     parts = {id(part): part for root in roots for part in root.modules()}.values()
     modules = [part for part in parts if isinstance(part, DistributedDataParallel)]
+    if distributed.PROCESS_GROUPS and not modules:
+        modules = distributed.replicas_of(read_params(params, allow_distributed=True).variables)
     if not modules:
         return read_pairs()
     # Not through DDP's reducers: they reduce once after each forward pass, and otherwise silently
@@ -163,7 +165,7 @@ def add_to_replicas(params: PyTree, read_pairs: Callable[[], _Pairs]) -> _Pairs:
         raise UnsupportedGraphError(message("params", expected, got, fix))
     group = require_one_group(modules, "gradkit.add_grads_")
     hooked = with_comm_hook(modules)
-    replicated = _reduced_params(modules)
+    replicated = distributed.reduced_params(modules)
     ours: _Pairs = []
     others: _Pairs = []
 
@@ -217,19 +219,6 @@ def _check_reducible(module: DistributedDataParallel) -> None:
     else:
         return
     raise UnsupportedGraphError(message("the module", expected, got, fix))
-
-
-def _reduced_params(modules: _Replicas) -> dict[int, str]:
-    """Return the names of the trained parameters of modules by id, without what DDP ignores."""
-    # Names as DDP reads them: at the root they begin with a dot. DDP reduces a tied parameter
-    # unless all of its names are ignored.
-    return {
-        id(param): f"module.{path}.{name}" if path else f"module.{name}"
-        for module in modules
-        for path, part in module.module.named_modules()
-        for name, param in part.named_parameters(recurse=False)
-        if param.requires_grad and f"{path}.{name}" not in module.parameters_to_ignore
-    }
 
 
 def with_comm_hook(modules: _Replicas) -> list[DistributedDataParallel]:

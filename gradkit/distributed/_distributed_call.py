@@ -134,6 +134,6 @@ def _with_params(result: PassResult, params: list[Params], grads: list[Grads]) -
 def _own_params(losses: Losses, params: Params) -> tuple[list[Params], list[list[int]]]:
     """Return the params of each loss, and the indices of its variables among all."""
     tensors = pytree.unflatten(params.spec, params.with_variables(params.variables))
-    each = read_params_of_each(losses, tensors)
+    each = read_params_of_each(losses, tensors, allow_distributed=True)
     columns = {id(variable): index for index, variable in enumerate(params.variables)}
     return each, [[columns[id(v)] for v in own.variables] for own in each]

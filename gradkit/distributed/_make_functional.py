@@ -29,7 +29,7 @@ from gradkit._compat.distributed import (
 from gradkit._compat.dynamo import disable_compile
 from gradkit._compat.transforms import is_transform_tensor, layers
 from gradkit._compat.undoing import INSIDE, undone
-from gradkit._state.module_state import alone_with
+from gradkit._state.module_state import keeping_state
 from gradkit._state.recomputed_tensors import (
     Recompute,
     recompute_hooks,
@@ -223,7 +223,8 @@ def gathering(module: nn.Module, params: Mapping[int, ShardedParam]) -> Iterator
             attributes.update(before)
         gathered.clear()
 
-    with alone_with(module), undone(put_back):
+    with keeping_state() as state, undone(put_back):
+        state.add(module)
         for part in module.modules():
             attributes = vars(part)
             new = distributed.without_hooks(part)

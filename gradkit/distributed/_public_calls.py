@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -24,8 +24,8 @@ from gradkit._core.call import (
     read_pass_options,
 )
 from gradkit._core.ownership import leave_inference_mode
-from gradkit._core.params import Params
-from gradkit._core.pytree import PyTree
+from gradkit._core.params import Params, read_iterator, read_params
+from gradkit._core.pytree import PyTree, Structure
 from gradkit.distributed import _ddp, _distributed_call, _fsdp
 from gradkit.distributed._distributed_call import DistributedCall
 from gradkit.distributed._gramian import (
@@ -38,7 +38,7 @@ from gradkit.errors import LeafTypeError, StructureError, describe, message
 
 _WRAPPED = "a module wrapped in DistributedDataParallel, or by fully_shard"
 _WRAP_OR_REDUCE = (
-    "pass the wrapped module; for parts of it or your own wrapping, call "
+    "pass the wrapped module; for parts of a sharded one or your own wrapping, call "
     "gradkit.distributed.all_reduce(grads) on what gradkit.value_and_grads returns"
 )
 
@@ -74,7 +74,8 @@ def value_and_grads(
     Args:
         losses: Those of this rank, computed by the wrapped module.
         module: A module wrapped in `DistributedDataParallel` or by `fully_shard`, or a tree of
-            such modules; it stands for `dict(module.named_parameters())`.
+            such modules; it stands for `dict(module.named_parameters())`. Or parameters of one in
+            `DistributedDataParallel`: a part of it, a tree or an iterator of them, an optimizer.
         weights: A function gets the `gram` over all ranks, and is called on each; its weights on
             the first rank are those of all.
         unused: For parameters that no rank reaches.
@@ -89,7 +90,7 @@ def value_and_grads(
 
     Raises:
         CollectiveError: A rank has failed, is missing, or is too late.
-        LeafTypeError: `module` is not a wrapped module.
+        LeafTypeError: `module` is not a wrapped module, nor parameters of a replicated one.
         StructureError: Trees, or the parameters that are frozen, differ between ranks.
         UnsupportedGraphError: static_graph, join(), mixed precision of
             DistributedDataParallel, FullyShardedDataParallel, fully_shard without gradient
@@ -100,11 +101,11 @@ def value_and_grads(
         `torch.nn.parallel.DistributedDataParallel`; `torch.distributed.fsdp.fully_shard`.
     """
     retain = read_pass_options(unused, create_graph, retain_graph)
-    name = "gradkit.distributed.value_and_grads"
+    name, module = "gradkit.distributed.value_and_grads", _read_iterators(module)
     with leave_inference_mode():
         if weights is not None and callable(weights):
             check_weighting(weights)
-            weights = _weights_from_gram(name, losses, module, weights)
+            weights = weights_from_gram(name, losses, module, weights)
         run = partial(passes.run_jointly, weights=weights)
         call = DistributedCall(name, losses, module, run, True, create_graph, retain, weights)
         result, params = _run(call, unused)
@@ -162,7 +163,7 @@ def per_loss_grads(
     retain = read_pass_options(unused, create_graph, retain_graph)
     check_batching(strategy, chunk_size)
     run = partial(passes.run_separately, strategy=strategy, chunk_size=chunk_size)
-    name = "gradkit.distributed.per_loss_grads"
+    name, module = "gradkit.distributed.per_loss_grads", _read_iterators(module)
     call = DistributedCall(name, losses, module, run, False, create_graph, retain)
     with leave_inference_mode():
         result, params = _run(call, unused)
@@ -214,7 +215,7 @@ def simultaneous_grads(
         As `gradkit.simultaneous_grads`.
     """
     retain = read_pass_options(unused, create_graph, retain_graph)
-    name = "gradkit.distributed.simultaneous_grads"
+    name, modules = "gradkit.distributed.simultaneous_grads", _read_iterators(modules)
     with leave_inference_mode():
         _, shards = _wrapped_in(modules)
         options: Any = {"create_graph": create_graph, "retain": retain}
@@ -269,6 +270,7 @@ def gram(
     check_optional_bool("retain_graph", retain_graph)
     check_chunk_size(chunk_size)
     with leave_inference_mode():
+        module = _read_iterators(module)
         call = call_for_elements("gradkit.distributed.gram", losses, module)
         return _gram_of(call, chunk_size, bool(retain_graph))
 
@@ -280,7 +282,7 @@ def _gram_of(call: DistributedCall, chunk_size: int | None, retain: bool) -> Ten
     return gram_of_replicas(call, replicas, chunk_size, retain)
 
 
-def _weights_from_gram(
+def weights_from_gram(
     name: str, losses: PyTree, module: PyTree, weighting: Callable[..., Any]
 ) -> PyTree:
     """Return the weights that a function makes of the products over all ranks."""
@@ -305,22 +307,40 @@ def _run_on_modules(call: DistributedCall) -> tuple[passes.PassResult, Params]:
 
 
 def _wrapped_in(tree: PyTree) -> tuple[list[DistributedDataParallel], list[nn.Module]]:
-    """Return the replicated and the sharded modules in a tree of modules; one list is empty."""
+    """Return the replicated and the sharded modules that a tree is of; one list is empty."""
     leaves, spec = pytree.flatten(tree)
     if not leaves:
         raise StructureError(message("module", "a wrapped module", "an empty tree", "pass one"))
     replicas: list[DistributedDataParallel] = []
     shards: list[nn.Module] = []
+    unwrapped: list[int] = []  # parameters, or modules of them, that a replicated module may have
     for index, leaf in enumerate(leaves):
         parts = distributed.modules_in(leaf) if isinstance(leaf, nn.Module) else []
         replicated = [part for part in parts if isinstance(part, DistributedDataParallel)]
         sharded: list[Any] = [
             part for part in parts if isinstance(part, distributed.module_classes())
         ]
-        if bool(replicated) == bool(sharded) or (replicas and sharded) or (shards and replicated):
-            where = pytree.path(spec, index, "module")
-            got = "both" if replicated and sharded else describe(leaf)
-            raise LeafTypeError(message(where, _WRAPPED, got, _WRAP_OR_REDUCE))
+        if isinstance(leaf, Tensor | nn.Module | None) and not (replicated or sharded):
+            unwrapped.append(index)
+        elif bool(replicated) == bool(sharded) or (replicas and sharded) or (shards and replicated):
+            _refuse_leaf(spec, index, "both" if replicated and sharded else describe(leaf))
         replicas += replicated
         shards += sharded
-    return replicas, shards
+    if unwrapped:
+        bare = read_params([leaves[index] for index in unwrapped], allow_distributed=True)
+        replicated = [] if shards else distributed.replicas_of(bare.variables)
+        if not replicated:
+            _refuse_leaf(spec, unwrapped[0], describe(leaves[unwrapped[0]]))
+        replicas += replicated
+    return list({id(module): module for module in replicas}.values()), shards
+
+
+def _refuse_leaf(spec: Structure, index: int, got: str) -> NoReturn:
+    where = pytree.path(spec, index, "module")
+    raise LeafTypeError(message(where, _WRAPPED, got, _WRAP_OR_REDUCE))
+
+
+def _read_iterators(tree: PyTree) -> PyTree:
+    """Return the tree, with the parameters of optimizers and of iterators, which are read once."""
+    leaves, spec = pytree.flatten(tree)
+    return pytree.unflatten(spec, list(map(read_iterator, leaves)))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from gradkit._autograd.passes import PassRunner, values_of, weighted_outputs
+from gradkit._checks.circumstances import HOOKS, around
 from gradkit._checks.eager_graph import check_backward, check_backward_to_leaves, refuse_donated
+from gradkit._checks.reachability import refuse_cast_since_forward
 from gradkit._checks.recomputations import refuse_checkpoint_error
 from gradkit._compat.dynamo import disable_compile
 from gradkit._core import pytree
@@ -18,8 +21,9 @@ from gradkit._core.call import Call, Pass, read_losses, read_pass_options, requi
 from gradkit._core.ownership import leave_inference_mode, own
 from gradkit._core.params import NO_PARAMS, read_params
 from gradkit._core.pytree import PyTree
-from gradkit._state.grad_attribute import grads_put_back
+from gradkit._state.grad_attribute import grads_put_back, set_grads
 from gradkit.dotgrad._matching import read_leaves, unique
+from gradkit.errors import GradkitError
 
 
 @disable_compile
@@ -62,11 +66,13 @@ def backward_(
         NotScalarLossError: A loss does not have exactly one element.
         OptionError: `retain_graph` or `create_graph` is not a bool.
         StructureError: A tree is empty or does not match.
-        UnreachedParamError: Nothing of `params` is reached, or one was cast since the forward pass.
+        UnreachedParamError: Nothing of `params` is reached, or one was cast since the forward pass
+            (which may show after the pass; `.grad` is as before, too).
         UnsupportedGraphError: `params` with a reentrant checkpoint, DistributedDataParallel or
-            FSDP, where torch would silently not write `.grad`; or `create_graph` through an
-            operation whose second derivative is silently wrong in torch. Or a checkpoint that
-            recomputes other tensors than its forward pass had, as far as that shows.
+            FSDP, where torch would silently not write `.grad`, or not reduce it; `create_graph`
+            for parameters of these, which torch reduces without a graph, or through an operation
+            whose second derivative is silently wrong in torch. Or a checkpoint that recomputes
+            other tensors than its forward pass had, as far as that shows.
 
     Source:
         `torch.autograd.backward`, https://pytorch.org/docs/stable/generated/torch.autograd.backward.html
@@ -78,13 +84,15 @@ def backward_(
     retain = read_pass_options("none", create_graph, retain_graph)
     flat = read_losses(losses, scalar=True)
     outputs, seeds, learned = weighted_outputs(flat, weights)
-    opened = NO_PARAMS if params is None else read_params(params)
+    opened = NO_PARAMS if params is None else read_params(params, allow_whole_replicas=True)
     group = require_graph(flat, outputs, [opened])
     call = Call(flat, outputs, [Pass(group, opened)], "none", create_graph, learned)
+    # A hook may step, or take `.grad`: what it has done cannot be undone after the pass.
+    starts_clean = opened.only_leaves and not around(call) & HOOKS and _no_grads(opened.variables)
     if params is None:
         check_backward_to_leaves(call)
     else:
-        check_backward(call)
+        check_backward(call, casts=not starts_clean)
     if retain:
         refuse_donated(call, [retain])
     PassRunner(call).backward(
@@ -93,7 +101,27 @@ def backward_(
         None if params is None else opened.variables,
         retain=retain,
     )
+    if params is not None and starts_clean:
+        _refuse_cast(call, opened.variables)
     return values_of(flat, create_graph)
+
+
+_grad: Callable[[Tensor], Tensor | None] = attrgetter("grad")
+
+
+def _no_grads(leaves: Sequence[Tensor]) -> bool:
+    return {type(None)}.issuperset(map(type, map(_grad, leaves)))
+
+
+def _refuse_cast(call: Call, leaves: list[Tensor]) -> None:
+    """Raise if a leaf has no `.grad`, since it was cast; then no leaf has one."""
+    grads = list(map(_grad, leaves))
+    if type(None) in set(map(type, grads)):
+        try:
+            refuse_cast_since_forward(call, [grads])
+        except GradkitError:
+            set_grads(leaves, [None] * len(leaves))
+            raise
 
 
 class Captured:

@@ -21,9 +21,18 @@ from torch.optim.rmsprop import rmsprop
 from torch.optim.rprop import rprop
 from torch.optim.sgd import sgd
 
-from gradkit._compat.autograd import run_without_grad, storage_address
+from gradkit._compat.autograd import increment_version, run_without_grad, storage_address
 from gradkit._compat.modules import steps_as_torch
-from gradkit._core.ownership import PLAIN_TYPES
+from gradkit._core.ownership import PLAIN_TYPES, is_laid_out
+from gradkit.dotgrad._before_step import (
+    device_of,
+    dtype_of,
+    flags_of,
+    looked_at,
+    params_of,
+    states_fit,
+    values_of,
+)
 
 Group: TypeAlias = dict[str, Any]
 # Names of states in the order of the functional form's arguments; where an option is off: "".
@@ -95,6 +104,7 @@ _NUMBERS = frozenset({float, int})
 _CPU = {torch.device("cpu")}
 _dtype, _device, _layout = map(attrgetter, ("dtype", "device", "layout"))
 _is_given = partial(is_not, None)
+_is_contiguous = Tensor.is_contiguous
 
 
 def step_by_kernels(optimizer: Any, grads: Sequence[Tensor | None], *, may_write: bool) -> bool:
@@ -106,6 +116,14 @@ def step_by_kernels(optimizer: Any, grads: Sequence[Tensor | None], *, may_write
         return False
     calls: list[Callable[[], None]] = []
     groups, start = optimizer.param_groups, 0
+    # Only while the states are what they were at the last look; as `what_is_stepped` has it, in the
+    # same order, without a Python call more.
+    owned, (states,) = [*chain(*map(params_of, groups))], map(values_of, (optimizer.state,))
+    ids, flags = map(id, chain(owned, *map(values_of, states))), map(flags_of, groups)
+    seen = (*ids, *map(dtype_of, owned), *map(device_of, owned[:1]), *flags)
+    is_known = seen in looked_at and looked_at[seen]() is optimizer
+    if not is_known and not states_fit(optimizer, seen):
+        return False
     for group in groups:
         stop = start + len(group["params"])
         some = grads if len(groups) == 1 else grads[start:stop]
@@ -140,15 +158,22 @@ def _add_calls(
         return False
     if {*map(_layout, params), *map(_layout, grads)} != {torch.strided}:
         return False
-    lists = _states(state, params, kernel.states(group))
+    names = kernel.states(group)
+    lists = _states(state, params, names)
     if lists is None:
         return False
+    is_fused = group.get("fused")
+    if is_fused:  # its kernels pair memory, and tell no graph what they write on
+        laid_out = [some for some, name in zip(lists, names, strict=True) if name not in _UNPAIRED]
+        if not all(_are_paired(params, some) for some in (params, grads, *laid_out)):
+            return False
+        calls.append(partial(increment_version, params))
     options = dict(zip(kernel.options, map(group.__getitem__, kernel.options), strict=True))
     for name, first, second in kernel.pairs:
         options[first], options[second] = group[name]
     options |= dict.fromkeys(kernel.fixed, False)
     foreach, chosen = group["foreach"], False
-    if foreach is None and not group.get("fused") and set(map(_device, params)) == _CPU:
+    if foreach is None and not is_fused and set(map(_device, params)) == _CPU:
         # One parameter at a time, as torch chooses there; or the foreach kernels.
         foreach = chosen = (
             len(params) > _FEW
@@ -190,6 +215,15 @@ def _states(
     if names == ("",):  # SGD without momentum
         return [[None] * len(params)]
     return lists
+
+
+_UNPAIRED = frozenset({"", "step"})
+
+
+def _are_paired(params: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Return whether the elements of dense tensors lie in memory in the order of the params'."""
+    are_contiguous = all(map(_is_contiguous, params)) and all(map(_is_contiguous, others))
+    return are_contiguous or all(map(is_laid_out, map(Tensor.detach, others), params))
 
 
 def _slices(params: Sequence[Tensor]) -> Iterator[slice]:

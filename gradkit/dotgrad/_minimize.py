@@ -14,12 +14,16 @@ from torch.optim import Optimizer
 from gradkit._autograd.gramian import weights_from_gramian
 from gradkit._autograd.passes import run_jointly, values_of
 from gradkit._checks.reachability import require_reached
+from gradkit._compat.distributed import PROCESS_GROUPS, replicas_of
 from gradkit._compat.dynamo import disable_compile
+from gradkit._compat.nodes import second_factor
+from gradkit._core import pytree
 from gradkit._core.call import Losses, check_number, read_losses
 from gradkit._core.ownership import leave_inference_mode
-from gradkit._core.params import Params, read_params
+from gradkit._core.params import Grads, Params, read_params
 from gradkit._core.pytree import PyTree
 from gradkit._state.grad_attribute import set_grads
+from gradkit.dotgrad._before_step import MUL, refuse_scaled
 from gradkit.dotgrad._kernels import step_by_kernels
 from gradkit.dotgrad._step import check_arguments, take_steps
 
@@ -71,11 +75,13 @@ def minimize_(
         optimizer: What is stepped; its parameters are what the losses are differentiated with
             respect to. Or a list of optimizers, each of which steps once, in order, with the
             gradients of the one pass. A parameter that no loss reaches is skipped, as by the loop.
+            If `DistributedDataParallel` has them, all ranks make the call, and step with the means.
         losses: As in `value_and_grads`. Their graph is freed.
         weights: As in `value_and_grads`.
-        scaler: The losses are scaled by `scaler.scale`, and the step is `scaler.step(optimizer)`,
-            which unscales, and skips the step if a gradient is inf or NaN. Call `scaler.update()`
-            afterwards, as in the loop. The values that are returned are not scaled.
+        scaler: `minimize_` takes plain losses and scales them by itself; `step_` takes gradients of
+            scaled losses. The step is `scaler.step(optimizer)`, which unscales, and skips the step
+            if a gradient is inf or NaN. Call `scaler.update()` afterwards, as in the loop, and no
+            `unscale_` before. The values that are returned are not scaled.
         max_norm: Clip the gradients, unscaled if there is a scaler, to this global norm, over all
             optimizers together, as `torch.nn.utils.clip_grad_norm_` does.
 
@@ -86,6 +92,8 @@ def minimize_(
     Raises:
         GradkitError: As in `value_and_grads` and `step_`, before anything has changed. If a step
             itself raises, parameters and states are as its own `step()` leaves them.
+        OptionError: A loss comes from `scaler.scale` of any GradScaler, in a sum too; or
+            `scaler.unscale_(optimizer)` has been called in this step.
 
     Source:
         `torch.optim.Optimizer.step` and the functional forms in torch.optim that it calls,
@@ -102,17 +110,29 @@ def minimize_(
     if max_norm is not None:
         check_number("max_norm", max_norm, "max_norm=1.0, or leave it out", nonnegative=True)
     flat = read_losses(losses, scalar=True)
+    is_scaled = scaler is not None
+    for loss in flat.leaves:  # one that a tensor was multiplied with last, or any part of its sum
+        node: Any = loss.grad_fn
+        is_scaled = is_scaled or (type(node) is MUL and second_factor(node) is not None)
+    if is_scaled:
+        refuse_scaled(flat, scaler, optimizers)
     params = _read_params(optimizers)
-    if weights is not None and callable(weights):
+    is_replicated = bool(PROCESS_GROUPS) and bool(replicas_of(params.variables))
+    if weights is not None and callable(weights) and not is_replicated:
         weights = weights_from_gramian(flat, params, weights)
     scaled = flat
     if scaler is not None:
         scaled = Losses([scaler.scale(loss) for loss in flat.leaves], flat.spec)
-    result = run_jointly(scaled, params, weights, unused="none", create_graph=False, retain=False)
-    grads = result.grads[0]
-    if type(None) in map(type, grads):
-        require_reached(result.call, result.grads)
-    values = result.values if scaler is None else values_of(flat, False)
+    if is_replicated:
+        values, grads = values_of(flat, False), _means_over_ranks(flat, scaled, params, weights)
+    else:
+        result = run_jointly(
+            scaled, params, weights, unused="none", create_graph=False, retain=False
+        )
+        grads = result.grads[0]
+        if type(None) in map(type, grads):
+            require_reached(result.call, result.grads)
+        values = result.values if scaler is None else values_of(flat, False)
     if not several and scaler is None and max_norm is None:
         # Nothing else refers to them.
         of_params = grads if len(grads) == len(params.leaves) else params.per_leaf(grads)
@@ -125,9 +145,24 @@ def minimize_(
     return values if max_norm is None else (values, norm)
 
 
+def _means_over_ranks(losses: Losses, scaled: Losses, params: Params, weights: PyTree) -> Grads:
+    """Return the gradients of parameters that DistributedDataParallel has, reduced as by it."""
+    from gradkit.distributed import _public_calls as ranks  # lazily: a slow import
+
+    module = params.variables
+    if weights is not None and callable(weights):
+        tree = pytree.unflatten(losses.spec, losses.leaves)
+        weights = ranks.weights_from_gram("gradkit.minimize_", tree, module, weights)
+    tree = pytree.unflatten(scaled.spec, scaled.leaves)
+    grads: Grads = ranks.value_and_grads(tree, module, weights=weights)[1]
+    return grads
+
+
 def _read_params(optimizers: list[Any]) -> Params:
     """Return the parameters of all groups of the optimizers."""
     if len(optimizers) == 1 and len(optimizers[0].param_groups) == 1:
-        return read_params(optimizers[0].param_groups[0]["params"], "optimizer")
+        params = optimizers[0].param_groups[0]["params"]
+        return read_params(params, "optimizer", allow_distributed=True)
     trees = [[p for group in one.param_groups for p in group["params"]] for one in optimizers]
-    return read_params(trees[0] if len(trees) == 1 else trees, "optimizer")
+    tree = trees[0] if len(trees) == 1 else trees
+    return read_params(tree, "optimizer", allow_distributed=True)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from functools import partial
-from itertools import chain
-from operator import attrgetter, is_, methodcaller
+from itertools import chain, compress
+from operator import attrgetter, eq, is_, is_not, methodcaller
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
+from gradkit._compat.autograd import increment_version
 from gradkit._compat.distributed import full_tensor, torch_has_norm
 from gradkit._compat.dynamo import disable_compile
 from gradkit._compat.modules import is_step_of_class, is_unscaled, scaler_put_back_on_error
@@ -25,6 +25,7 @@ from gradkit._core.ownership import PLAIN_TYPES, are_alone_in_memory, leave_infe
 from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
 from gradkit._state.grad_attribute import grads_put_back, set_grads, write_all
+from gradkit.dotgrad._before_step import check_scaler, look_at_states
 from gradkit.dotgrad._kernels import KERNELS, step_by_kernels
 from gradkit.dotgrad._matching import Pairs, match, path_of, read_grad_leaves, read_leaves, unique
 from gradkit.errors import (
@@ -41,6 +42,7 @@ _values: Callable[[dict[str, Any]], Iterable[Any]] = methodcaller("values")
 _is_contiguous: Callable[[Tensor], bool] = Tensor.is_contiguous
 _stride: Callable[[Tensor], tuple[int, ...]] = Tensor.stride
 _kind = attrgetter("shape", "dtype", "device")
+_version, _grad, _is_given = attrgetter("_version"), attrgetter("grad"), partial(is_not, None)
 
 
 def _are_alike(leaves: Sequence[Tensor], grads: list[Tensor]) -> bool:
@@ -123,9 +125,10 @@ def step_(
         params: As in `write_grads_`. For the gradients of `value_and_grads(losses, optimizer)`, the
             optimizer itself: `step_(optimizer, optimizer, grads)`.
         grads: As in `write_grads_`. With a `scaler`: the gradients of the scaled loss; or the
-            unscaled ones, if `scaler.unscale_(optimizer)` has been called in this step (to clip).
-        scaler: Unscales the gradients, and skips the step if one is inf or NaN, by
-            `scaler.step(optimizer)`. Call `scaler.update()` afterwards, as in the `.grad` loop.
+            unscaled ones, if `scaler.unscale_(optimizer)` has unscaled a `.grad` in this step.
+        scaler: `step_` takes gradients of scaled losses, which nothing tells from others;
+            `minimize_` takes plain losses. Unscales the gradients, and skips the step if one is inf
+            or NaN, by `scaler.step(optimizer)`. Call `scaler.update()` afterwards, as in the loop.
         max_norm: Clip the gradients, unscaled if there is a scaler, to this global norm, as
             `torch.nn.utils.clip_grad_norm_` does. The gradients that were passed stay as they are.
             A tied parameter counts once; for DTensors see `gradkit.tree.global_norm`.
@@ -136,12 +139,15 @@ def step_(
     Raises:
         GradkitError: As in `write_grads_`.
         LeafTypeError: A gradient is sparse, and there is a `max_norm`.
-        OptionError: `scaler` is not a GradScaler, or `max_norm` not a number of at least 0.
+        OptionError: `scaler` is not a GradScaler, has scaled nothing, or has not been updated since
+            the last step; or `max_norm` is not a number of at least 0.
         StructureError: The optimizer does not have one of the parameters that have a gradient; or
-            all gradients are None and there is a scaler, which needs one.
+            all gradients are None and there is a scaler, which needs one; or a state of an
+            optimizer of torch does not fit its parameter.
         UnsupportedOptimizerError: `optimizer` is not an optimizer, or its `step` needs a closure,
             as that of LBFGS does; or it is a wrapper of Accelerate or Lightning whose step would be
-            skipped, or would unscale the gradients once more.
+            skipped, or would unscale the gradients once more; or fused is on for some groups only,
+            with a scaler, or for a parameter whose memory has gaps.
     """
     check_arguments(optimizer, params, grads, scaler, max_norm)
     if max_norm is not None:
@@ -152,6 +158,8 @@ def step_(
     is_plain = scaler is None and max_norm is None and not torch.is_inference_mode_enabled()
     if is_plain and _step_without_copies(optimizer, opened, by_leaf, own_params):
         return None
+    if scaler is not None:
+        check_scaler(scaler, [optimizer], "step_")
     pairs = _pairs_of_optimizer(opened, match(opened, grads, by_leaf), own_params)
     if scaler is not None and all(grad is None for _, grad in pairs):
         fix = "skip the step, and scaler.update()"
@@ -171,21 +179,30 @@ def take_steps(
     max_norm: float | Tensor | None,
 ) -> Tensor | None:
     """Step with the `.grad` that `assign` sets, and put the former back; return the norm."""
-    put_back = nullcontext() if scaler is None else scaler_put_back_on_error(scaler, optimizers)
-    with grads_put_back(unique(own_params)), put_back, INSIDE:
+    put_back = INSIDE if scaler is None else scaler_put_back_on_error(scaler, optimizers)
+    owned = unique(own_params)
+    with grads_put_back(owned), put_back, INSIDE:
         steps: list[Callable[[], object]] = [optimizer.step for optimizer in optimizers]
         if scaler is not None:
             steps = [partial(scaler.step, optimizer) for optimizer in optimizers]
         norm = None
         with leave_inference_mode(), INSIDE:
             assign()
+            is_fused = look_at_states(optimizers)
             if max_norm is not None:
                 for optimizer in optimizers:
-                    if scaler is not None and not is_unscaled(scaler, optimizer):
+                    if scaler is not None and not is_unscaled(scaler, id(optimizer)):
                         scaler.unscale_(optimizer)
                 norm = _clip(leaves, max_norm)
+        stepped = [*compress(owned, map(_is_given, map(_grad, owned)))]
+        # Not those of a scaler that may skip the step, which a fused step does unseen.
+        is_marked = (scaler is None or is_fused) and not any(map(Tensor.is_inference, stepped))
+        before = [*map(_version, stepped)] if is_marked else []
         for step in steps:
             step()
+        if is_marked:
+            # Neither a fused step nor one that writes on .data tells the graphs from before it.
+            increment_version([*compress(stepped, map(eq, before, map(_version, stepped)))])
         return norm
 
 

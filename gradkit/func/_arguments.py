@@ -124,6 +124,7 @@ def read_arguments(
     unused: Unused = "zeros",
     is_variable: IsVariable = params.is_number_leaf,
     dense: bool = False,
+    allow_distributed: bool = False,
 ) -> Arguments:
     """Check and flatten the arguments that a function is differentiated with respect to."""
     # `root`: what errors call the one argument; by default `args[0]`. `dense`: none may be sparse.
@@ -134,7 +135,9 @@ def read_arguments(
     positions, single = _positions(argnums, len(args)), isinstance(argnums, int)
     given = args[positions[0]] if single else {position: args[position] for position in positions}
     root = root or (f"args[{positions[0]}]" if single else "args")
-    flat = params.read_params(given, root, is_variable=is_variable)
+    flat = params.read_params(
+        given, root, is_variable=is_variable, allow_distributed=allow_distributed
+    )
     variables = flat.variables
     if not variables:
         where = root if single else ", ".join(f"args[{position}]" for position in positions)

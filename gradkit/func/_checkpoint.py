@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, compress
@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from gradkit._autograd.engine import inner_grads
-from gradkit._autograd.passes import InnerPass
+from gradkit._autograd.inner_pass import InnerPass
 from gradkit._checks.higher_derivatives import refuse_wrong_derivative
 from gradkit._compat import transforms as levels
 from gradkit._compat.dynamo import leave_uncompiled
@@ -32,8 +32,15 @@ from gradkit._core.params import Grads, Tensors, refuse_distributed
 from gradkit._core.pytree import PyTree, Structure
 from gradkit._core.user_code import captured_by
 from gradkit._state.copy_on_write import CopyOnWrite, CopyOnWriteMode
-from gradkit._state.module_state import ModuleSnapshot, alone_with, modules_put_back
+from gradkit._state.module_state import (
+    KeptState,
+    ModuleSnapshot,
+    alone,
+    keeping_state,
+    modules_put_back,
+)
 from gradkit._state.rerun import RerunState, recording_writes
+from gradkit._state.stale_reads import stale_reads_refused
 from gradkit._torch_bugs.monitor import ForwardMonitor, OpMonitor
 from gradkit.errors import UnsupportedGraphError, describe, message
 from gradkit.func._errors import named_errors
@@ -95,8 +102,8 @@ def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
         modules = [one for one in captured_by(*roots) if isinstance(one, nn.Module)]
         for module in modules:
             refuse_distributed(module, lambda: "fn")
-        with alone_with(*modules):
-            return named_errors(_Rerun(fn, args, kwargs, roots, modules).first_run)
+        with alone() if modules else nullcontext(), keeping_state() as state:
+            return named_errors(_Rerun(fn, args, kwargs, roots, modules, state).first_run)
 
     return call
 
@@ -169,7 +176,13 @@ class _Rerun:
     """One call of a function: what its first run had, for the second."""
 
     def __init__(
-        self, fn: Callable[..., Any], args: Any, kwargs: Any, roots: list[Any], modules: list[Any]
+        self,
+        fn: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        roots: list[Any],
+        modules: list[Any],
+        state: KeptState,
     ) -> None:
         self._fn, self._roots, self._modules = fn, roots, modules
         self._given, self._rebuild = pytree.partition_tensors((args, kwargs))
@@ -183,6 +196,7 @@ class _Rerun:
         monitors = (OpMonitor, ForwardMonitor)
         self._monitored = any(isinstance(mode, monitors) for mode in levels.function_modes())
         self._snapshots = list(map(ModuleSnapshot, modules))
+        state.before |= {id(one.module): one for one in self._snapshots}
         self._cells = _contents(_cells(fn, {}).values())
         self._assigned: list[tuple[dict[str, Any], str]] = []
         self._state = RerunState([*self._given, *self._values])
@@ -217,8 +231,8 @@ class _Rerun:
 
     def _read_attributes(self, inputs: dict[int, Tensor]) -> None:
         """Note which attributes of modules a run has assigned that are tensors with a graph."""
-        pairs = chain.from_iterable(one.changed_attributes() for one in self._snapshots)
-        for table, key in {(id(table), key): (table, key) for table, key in pairs}.values():
+        new = chain.from_iterable(one.new_attributes() for one in self._snapshots)
+        for table, key in {(id(table), key): (table, key) for _, table, key in new}.values():
             value = table[key] = _replaced(table[key], inputs)  # an LSTM lists its weights anew
             is_new = isinstance(value, Tensor) and id(value) not in self._reachable
             if is_new and varies(value):
@@ -284,7 +298,8 @@ class _Rerun:
                 changed += [(table, key, x) for key, x in table.items() if id(x) in new]
             for table, key, before in changed:
                 table[key] = new[id(before)]
-            with _Substitution(new), INSIDE:
+            stale = stale_reads_refused(self._snapshots, substitutes=new)
+            with stale, _Substitution(new), INSIDE:
                 yield
 
     @contextmanager

@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.func import vjp
 
 from gradkit._autograd import engine
-from gradkit._autograd.passes import InnerPass
+from gradkit._autograd.inner_pass import InnerPass
 from gradkit._checks.higher_derivatives import refuse_wrong_derivative
+from gradkit._checks.hooks_in_passes import watched_pass
 from gradkit._compat import transforms as torch_func
 from gradkit._compat.transforms import TensorLists, differentiated, level_of, recording_levels
 from gradkit._compat.undoing import INSIDE
@@ -30,7 +31,7 @@ from gradkit._core.graph import Subgraph
 from gradkit._core.ownership import PLAIN_TYPES, leave_inference_mode
 from gradkit._core.params import Grads, Tensors
 from gradkit._core.pytree import PyTree, Structure
-from gradkit._core.user_code import functions_alive, hooks_made, user_functions
+from gradkit._core.user_code import functions_alive, hooks_made, hooks_registered, user_functions
 from gradkit._torch_bugs.monitor import OpMonitor, active_monitors
 from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError, describe, message
 from gradkit.func._arguments import Arguments, copied
@@ -81,7 +82,11 @@ class LevelPasses:
         roots, cotangents = [output for output, _ in pairs], [seed for _, seed in pairs]
         # Where eager code alone may differentiate the results, one that is refused runs again.
         retain = retain or (self.option is None and not self.in_transform)
-        run = partial(engine.transform_grads, roots, cotangents, variables, retain=retain)
+
+        def run(*, create: bool, edges: Sequence[Any] = ()) -> Grads:
+            inputs: list[Any] = [*variables, *edges]
+            return engine.transform_grads(roots, cotangents, inputs, retain=retain, create=create)
+
         weights = [seed for seed in cotangents if seed is not None]
         return self.guarded(run, roots, weights, variables)
 
@@ -103,8 +108,15 @@ class LevelPasses:
             return inner.guarded(partial(run, create=True), create_graph=False)
         if keep:
             keep = self._check_derivative(below, variables)
+        one = partial(run, create=keep)
+        # A hook may cut what it returns off what it was given. The pull of a vjp has no edges.
+        if keep and hooks_registered() and self.level != -1:
+            of_edges = lambda edges, _: run(create=True, edges=edges)  # noqa: E731
+            one = partial(
+                watched_pass, of_edges, lambda: "the loss", below, variables, create_graph=True
+            )
         try:
-            return inner.guarded(partial(run, create=keep), create_graph=keep)
+            return inner.guarded(one, create_graph=keep)
         except UnsupportedGraphError as error:
             if not keep or self.option or self.in_transform:
                 raise

@@ -16,6 +16,8 @@ from gradkit._core.call import STRATEGIES, Losses, Strategy, Unused, check_chunk
 from gradkit._core.ownership import empty_for, leave_inference_mode
 from gradkit._core.params import Grads, Tensors
 from gradkit._core.pytree import PyTree, Structure
+from gradkit._state.hook_tables import hooks_kept, same_hooks_in_each_pass
+from gradkit._state.snapshot import put_back
 from gradkit.errors import StructureError, UnsupportedGraphError, describe, first_line, message
 from gradkit.func import _differentiate as levels
 from gradkit.func import _vmap_or_loop
@@ -40,7 +42,8 @@ def value_and_grads(
 
     What `gradkit.value_and_grads` does for losses that exist, with the same bits wherever
     torch.func has them (not for an LSTM on the CPU, for one). It may stand inside and around
-    torch.func's transforms and torch.compile.
+    torch.func's transforms and torch.compile. What the modules of `fn` keep in attributes lasts
+    until the outermost call of gradkit ends; if one raises, everything is as before.
 
     Example:
         >>> import torch, gradkit
@@ -92,7 +95,9 @@ def value_and_grads(
     def call(*args: Any, **kwargs: Any) -> Any:
         arguments = read_arguments(args, argnums, unused=unused)
         run = partial(gradient_of_the_sum, weights=weights, may_be_aux=not has_aux)
-        out = differentiate(fn, arguments, kwargs, run, has_aux=has_aux, create_graph=create_graph)
+        flags: Any = {"has_aux": has_aux, "create_graph": create_graph}
+        with put_back(fn):
+            out = differentiate(fn, arguments, kwargs, run, **flags)
         values = pytree.unflatten(out.spec, out.values)
         grads = arguments.grads_to_tree(out.grads[0], losses=out.values, refused=out.refused)
         return ((values, out.aux), grads) if has_aux else (values, grads)
@@ -153,6 +158,9 @@ def per_loss_grads(
         arguments = read_arguments(args, argnums, unused=unused)
 
         def run(losses: Losses, passes: LevelPasses) -> list[Grads]:
+            if passes.hooked and not hooks_kept():
+                with same_hooks_in_each_pass():
+                    return run(losses, passes)
             # Where there is nothing to batch nobody has asked for it, and no warning is due.
             asked = chunk_size is not None and any(loss.numel() != 1 for loss in losses.leaves)
             chosen = strategy or ("batched" if asked else "sequential")
@@ -171,7 +179,8 @@ def per_loss_grads(
             return grads
 
         flags: Any = {"has_aux": has_aux, "create_graph": create_graph}
-        out = differentiate(fn, arguments, kwargs, run, scalar=False, **flags)
+        with put_back(fn):
+            out = differentiate(fn, arguments, kwargs, run, scalar=False, **flags)
         trees = [
             arguments.grads_to_tree(grads, tuple(loss.shape), losses=[loss], refused=out.refused)
             for grads, loss in zip(out.grads, out.values, strict=True)
@@ -255,26 +264,27 @@ def per_sample_grads(
 
         def of_sample(*tensors: Tensor) -> _Gradients:
             here = arguments.at(batch.tree(tensors))
-            out = differentiate(fn, here, kwargs, run_pass, **flags)
+            with attempt.of_one():
+                out = differentiate(fn, here, kwargs, run_pass, **flags)
             attempt.check_aux((out.values, out.aux))
-            tensors_of_aux, put_back = levels.partition_aux(out.aux)
-            of_one[:] = [len(out.values), put_back]
+            tensors_of_aux, rebuild_aux = levels.partition_aux(out.aux)
+            of_one[:] = [len(out.values), rebuild_aux]
             refused.append(out.refused)
             return out.grads[0], [*out.values, *tensors_of_aux]
 
         first = arguments.at(_first_sample(batch))
         if not batch.size and not has_aux and unused == "zeros":
             return first.grads_to_tree([None] * len(first.variables), (0,))
-        with leave_inference_mode(record=True):
+        with put_back(fn), leave_inference_mode(record=True):
             if create_graph is False:
                 batch.tensors = levels.detached(batch.tensors)
             run = partial(_run, batch, of_sample, first.variables, randomness, chunk_size)
             of_all = attempt.run if batch.size else _run_of_none
             grads, others = named_errors(partial(of_all, run))
-        count, put_back = of_one
+        count, rebuild_aux = of_one
         reason = next(filter(None, refused), None)
         result = first.grads_to_tree(grads, (batch.size,), losses=others[:count], refused=reason)
-        return (result, put_back(others[count:])) if has_aux else result
+        return (result, rebuild_aux(others[count:])) if has_aux else result
 
     return call
 

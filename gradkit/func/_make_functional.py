@@ -22,9 +22,11 @@ from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.params import refuse_distributed, require_tensor
+from gradkit._core.user_code import captured_by, may_compute
 from gradkit._state.copy_on_write import CopyOnWrite, CopyOnWriteMode, is_in_place
-from gradkit._state.module_state import TensorSlots, alone_with, attributes_put_back
+from gradkit._state.module_state import ModuleSnapshot, TensorSlots, alone, keeping_state, state_now
 from gradkit._state.recomputed_tensors import is_recomputed
+from gradkit._state.stale_reads import stale_reads_refused
 from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError, describe, message
 
 Named: TypeAlias = dict[str, Tensor]
@@ -48,8 +50,9 @@ def make_functional(module: nn.Module) -> tuple[ModuleCall, Named, Named]:
 
     Args:
         module: Any module of this process; its mode and attributes at the time of a call count. A
-            call puts its tensors into the module while it runs: calls of other threads wait, but
-            the module itself must not run there meanwhile.
+            call puts its tensors into the module while it runs: calls of other threads, of any
+            module, wait (so that a forward pass that waits for one waits for ever), but the module
+            itself must not run there meanwhile.
 
     Returns:
         `(call, params, buffers)`. `params` are the module's own parameters by name, a tied one by
@@ -57,10 +60,15 @@ def make_functional(module: nn.Module) -> tuple[ModuleCall, Named, Named]:
 
         `call(params, buffers, *args, **kwargs)` returns `(out, new_buffers)`, where `out` is what
         the module returns for these tensors. It changes neither the module nor the trees it is
-        given, also if it raises: `StructureError` for trees of other names, `LeafTypeError` for
-        what is no tensor, and `UnsupportedGraphError` if the module runs a non-reentrant checkpoint
-        in an eager graph (which would recompute with the module's own parameters), or assigns one
-        of two names of a buffer.
+        given, also if it raises. What the module keeps in attributes, such as an auxiliary loss or
+        a state, the function that made the call reads, and its next call starts from, until the
+        outermost call of gradkit ends: this call itself, where no other is around, so that such a
+        loss is to be read in a function that `func.value_and_grads` gets. It raises
+        `StructureError` for trees of other names, `LeafTypeError` for what is no tensor, and
+        `UnsupportedGraphError` if the module runs a non-reentrant checkpoint in an eager graph
+        (which would recompute with the module's own parameters), assigns one of two names of a
+        buffer, returns or keeps what would compute later with its own parameters, or reads what a
+        pass with other parameters left in it.
 
     Raises:
         LeafTypeError: It is no module, or a lazy one that has not run yet.
@@ -86,7 +94,7 @@ def require_module(module: object) -> None:
 
 def functional(module: nn.Module) -> tuple[ModuleCall, Named, Named]:
     """Return what `make_functional` does, also of a module that FSDP has sharded."""
-    with alone_with(module):  # in a call of another thread it has other tensors
+    with alone():  # in a call of another thread it has other tensors
         params: Named = dict(module.named_parameters())
         own_buffers: Named = dict(module.named_buffers())
         all_buffers = dict(module.named_buffers(remove_duplicate=False))
@@ -120,9 +128,10 @@ def functional(module: nn.Module) -> tuple[ModuleCall, Named, Named]:
         if torch.compiler.is_compiling():
             out, after = by_torch()
         else:
-            replaced = [t for t, g in zip(own, given.values(), strict=True) if t is not g]
-            guard, run = ReadOnly(given.values(), replaced), partial(module, *args, **kwargs)
-            out, after = _run_on(module, given, new, guard, run, by_torch)
+            pairs = zip(names, own, strict=True)
+            replaced = {name: t for name, t in pairs if t is not given[name]}
+            run = partial(module, *args, **kwargs)
+            out, after = _run_on(module, given, new, replaced, run, by_torch)
         recomputations.refuse(out, snapshot)
         for name, first in second_names.items():
             if name in after and after[name] is not after[first]:
@@ -137,24 +146,59 @@ def functional(module: nn.Module) -> tuple[ModuleCall, Named, Named]:
 
 
 def _run_on(
-    module: nn.Module, given: Named, new: Named, guard: ReadOnly, run: _Run, by_torch: _Run
+    module: nn.Module, given: Named, new: Named, replaced: Named, run: _Run, by_torch: _Run
 ) -> tuple[Any, Named]:
     """Return what a module returns for these tensors, put in place, and its buffers after it."""
     own: Any = nullcontext()
     if new and BATCH in transforms():  # a buffer that is written on is as batched as what it gets
         memory = {memory_of(buffer) for buffer in new.values()}
         own = CopyOnWriteMode(CopyOnWrite(lambda tensor: memory_of(tensor) in memory))
-    with attributes_put_back(module) as parts:
-        with guard, own, own_parametrized_values(), INSIDE:
-            slots = TensorSlots(parts)
-            is_tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-            is_refused = is_tracing or isinstance(module, _REFUSED_BY_TORCH)
-            if is_refused or not slots.fill({**given, **new}):
-                out, after = by_torch()
-            else:
-                out, after = run(), {**new, **slots.buffers()}
-        result: tuple[Any, Named] = out, after
-        return own.writes.values(result) if isinstance(own, CopyOnWriteMode) else result
+    around = state_now()
+    with keeping_state() as state:
+        snapshot = state.add(module) or ModuleSnapshot(module)
+        tensors = list(given.values())
+        stale = stale_reads_refused([snapshot], state=state, given=tensors)
+        state.replaced |= set(map(id, replaced.values()))
+        with snapshot.of_call():
+            guard = ReadOnly(given.values(), replaced.values())
+            with guard, stale, own, own_parametrized_values(), INSIDE:
+                slots = TensorSlots(snapshot.parts)
+                is_tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+                is_refused = is_tracing or isinstance(module, _REFUSED_BY_TORCH)
+                if is_refused or not slots.fill({**given, **new}):
+                    out, after = by_torch()
+                else:
+                    out, after = run(), {**new, **slots.buffers()}
+            result: tuple[Any, Named] = out, after
+            if isinstance(own, CopyOnWriteMode):
+                result = own.writes.values(result)
+        if replaced:
+            _refuse_later(out, snapshot, replaced)
+        if around is not None:
+            state.note(snapshot, tensors)
+        return result
+
+
+def _refuse_later(out: Any, snapshot: ModuleSnapshot, replaced: Named) -> None:
+    """Raise if what a module has returned, or kept, would compute with its own parameters later."""
+    leaves, spec = pytree.flatten(out)
+    values = [(pytree.path(spec, i, "out"), x) for i, x in enumerate(leaves) if may_compute(x)]
+    for path, table, key in snapshot.new_attributes():
+        value = table[key]
+        inside = () if isinstance(value, Tensor) else pytree.flatten(value)[0]
+        parts = (x for x in inside if not isinstance(x, nn.Module))  # a list of them computes not
+        values += [(path, x) for x in parts if may_compute(x)]
+    # A checkpoint around has put others in the place of the module's own.
+    now = snapshot.module.named_parameters() if values else ()
+    own = {id(x) for name, x in now if name in replaced} | set(map(id, replaced.values()))
+    for path, value in values:
+        modules = (x for x in captured_by(value) if isinstance(x, nn.Module))
+        if any(id(param) in own for one in modules for param in one.parameters()):
+            expected = "a module that has computed what it returns, or keeps, when its call ends"
+            got = f"{describe(value)}, which refers to the module: it would compute with the "
+            got += "module's own parameters, not with those of the call"
+            fix = "compute it inside: a module whose forward returns model(x).log_prob(y), say"
+            raise UnsupportedGraphError(message(path, expected, got, fix))
 
 
 def _place(module: nn.Module, name: str) -> tuple[int, str]:

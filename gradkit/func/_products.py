@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from threading import RLock
 from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from gradkit import errors
+from gradkit._checks.modified_tensors import refuse_written_since, saved_versions
 from gradkit._compat.dynamo import functions_traced, inlined_function
 from gradkit._compat.transforms import carries_graph, differentiated, level_of, transforms
 from gradkit._compat.undoing import INSIDE
@@ -24,6 +23,8 @@ from gradkit._core.params import Grads, Tensors
 from gradkit._core.pytree import PyTree
 from gradkit._core.results_without_graph import with_refused_derivatives
 from gradkit._core.user_code import hooks_made, user_code_may_run
+from gradkit._state.module_state import alone, state_now
+from gradkit._state.snapshot import put_back
 from gradkit._torch_bugs.monitor import OpMonitor
 from gradkit.errors import describe, message, warn_fallback
 from gradkit.func import _differentiate as levels
@@ -32,9 +33,6 @@ from gradkit.func._errors import ZERO_TENSOR, named_errors
 from gradkit.func._grads import value_and_grads
 
 Mode: TypeAlias = Literal["forward-over-reverse", "reverse-over-reverse"]
-
-# torch's levels of forward mode are those of the process.
-_LOCK = RLock()
 
 
 def vjp(
@@ -65,7 +63,8 @@ def vjp(
         the primals, as often as it is called. What `fn` has used stays as it is until then.
 
     Raises:
-        UnsupportedGraphError: In `pull`, if a primal was changed in place since the call.
+        UnsupportedGraphError: In `pull`, if a primal, or a tensor that `fn` refers to, was changed
+            in place since the call, and its old value is needed.
         StructureError: In `pull`, for cotangents that do not match the outputs.
         GradkitError: As in `value_and_grads`.
 
@@ -73,7 +72,8 @@ def vjp(
         `torch.func.vjp`, https://pytorch.org/docs/stable/func.api.html
     """
     check_options(fn, has_aux=has_aux, create_graph=create_graph)
-    return _vjp(fn, _read_primals(primals), OpMonitor(), has_aux, create_graph)
+    with put_back(fn):
+        return _vjp(fn, _read_primals(primals), OpMonitor(), has_aux, create_graph)
 
 
 def _vjp(
@@ -90,9 +90,12 @@ def _vjp(
         results: Any = named_errors(lambda: torch.func.vjp(run, *point, has_aux=True))
         values, aux = (copied(cut(tensors)) for tensors in results[::2])
     torch_pull, versions = results[1], write_counts(point)
+    is_hidden = torch.compiler.is_compiling() or bool(transforms())
+    saved = [] if is_hidden else saved_versions(run.outputs.leaves)
 
     def pull(cotangents: PyTree) -> tuple[PyTree, ...]:
         _refuse_changed(arguments, point, versions)
+        refuse_written_since(saved)
         by_leaf = pytree.flatten_up_to(run.outputs.spec, "values", cotangents, "cotangents")
         seeds = []
         for index, (value, seed) in enumerate(zip(values, by_leaf, strict=True)):
@@ -145,7 +148,7 @@ def jvp(
     directions = _read_directions(arguments, tangents)
     run = _FunctionRun(fn, arguments, has_aux, OpMonitor(), transposed=False)
     cut = levels.detached if create_graph is False else list
-    with _one_forward_level(), leave_inference_mode(record=True):
+    with put_back(fn), alone(), leave_inference_mode(record=True):
         # Copies, which fn may change, or return.
         point, along = (tuple(copied(cut(x))) for x in (arguments.variables, directions))
         results: Any = named_errors(lambda: torch.func.jvp(run, point, along, has_aux=True))
@@ -202,16 +205,19 @@ def ggn_vp(
     check_function(loss, "loss")
     arguments = read_arguments((params,), 0, "params")
     directions = _read_directions(arguments, v, "v")
-    outputs, pull, push = _linear_maps(fn, arguments)
-    tangents = push(directions)
 
     def gradient_and_value(outputs: PyTree) -> tuple[PyTree, Tensor]:
         value, grads = value_and_grads(loss)(outputs)
         return grads, value
 
-    _, multiply, value = vjp(gradient_and_value, outputs, has_aux=True)
-    (cotangents,) = multiply(tangents)
-    return cast("tuple[Tensor, PyTree]", _without_graph(create_graph, (value, *pull(cotangents))))
+    with put_back(fn, loss):
+        outputs, pull, push = _linear_maps(fn, arguments)
+        tangents = push(directions)
+        at = _read_primals((outputs,))
+        _, multiply, value = _vjp(gradient_and_value, at, OpMonitor(), has_aux=True)
+        (cotangents,) = multiply(tangents)
+        products = value, *pull(cotangents)
+    return cast("tuple[Tensor, PyTree]", _without_graph(create_graph, products))
 
 
 def linearize(
@@ -237,7 +243,7 @@ def linearize(
         of `hvp`, and returns a tree like `values`, as often as it is called, as `pull` in `vjp`.
 
     Raises:
-        GradkitError: As in `hvp`; and in `push`, if a primal was changed in place since the call.
+        GradkitError: As in `hvp`; and in `push`, as in the `pull` of `vjp`.
 
     Source:
         `torch.func.linearize`, https://pytorch.org/docs/stable/func.api.html
@@ -246,7 +252,8 @@ def linearize(
     arguments = _read_primals(primals)
     zeros = pytree.map_tensors(torch.zeros_like, arguments.args)
     _read_directions(arguments, zeros)  # raises for complex ones
-    values, _, push = _linear_maps(fn, arguments)
+    with put_back(fn):
+        values, _, push = _linear_maps(fn, arguments)
     cut = partial(_without_graph, create_graph)
     return cut(values), lambda *tangents: cut(push(_read_directions(arguments, tangents)))
 
@@ -269,7 +276,7 @@ def _linear_maps(
     # A pullback is linear in the cotangents; its own pullback is the product with the Jacobian.
     with leave_inference_mode(record=True):
         ones = pytree.map_tensors(torch.ones_like, outputs)
-    _, multiply = vjp(grads_of_variables, ones)
+    _, multiply = _vjp(grads_of_variables, _read_primals((ones,)), OpMonitor())
     versions = write_counts(arguments.variables)
 
     def push(directions: Tensors) -> PyTree:
@@ -336,7 +343,7 @@ def hvp(
         return tuple(torch.zeros_like(x) if g is None else g for g, x in pairs), result.values
 
     cut, enabled = levels.cut_of(create_graph)
-    with _one_forward_level(), leave_inference_mode(record=True), enabled, INSIDE:
+    with put_back(fn), alone(), leave_inference_mode(record=True), enabled, INSIDE:
         point, along = tuple(cut(arguments.variables)), tuple(cut(directions))
         grads, products, losses = _grads_and_products(grads_at, point, along, mode)
     if cut is not list:
@@ -359,6 +366,9 @@ def _grads_and_products(
             # Some formulas of torch, that of mse_loss for one, write on the tangent of a constant.
             if ZERO_TENSOR not in str(error):
                 raise
+        state = state_now()
+        if state is not None:
+            state.put_back()
         warn_fallback(
             "hvp fell back from forward-over-reverse to reverse-over-reverse, and called fn again: "
             f"torch's forward mode failed ({ZERO_TENSOR}), as it does for mse_loss. "
@@ -446,11 +456,6 @@ def _refuse_changed(arguments: Arguments, point: Sequence[Tensor], versions: lis
             fix = "call it again after the change, or pass it a copy"
             got = "one that was changed in place since, or a tensor that shares its memory was"
             raise errors.UnsupportedGraphError(message(arguments.path(index), expected, got, fix))
-
-
-def _one_forward_level() -> AbstractContextManager[object]:
-    """Wait until no other thread is in forward mode."""
-    return nullcontext() if torch.compiler.is_compiling() else _LOCK
 
 
 def _read_primals(primals: PyTree) -> Arguments:

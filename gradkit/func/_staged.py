@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from gradkit._autograd.engine import inner_grads
-from gradkit._autograd.passes import InnerPass
+from gradkit._autograd.inner_pass import InnerPass
 from gradkit._checks import eager_graph, recomputations
 from gradkit._compat.transforms import layers, transforms
 from gradkit._compat.undoing import INSIDE
@@ -25,8 +26,9 @@ from gradkit._core.pytree import PyTree
 from gradkit._core.results_without_graph import with_refused_derivatives
 from gradkit._core.user_code import user_code_may_run
 from gradkit._state.grad_attribute import set_grads
+from gradkit._state.module_state import state_now
 from gradkit._state.rerun import RerunState, recording_writes
-from gradkit._state.snapshot import put_back_on_error
+from gradkit._state.snapshot import put_back
 from gradkit.errors import OptionError, StructureError, UnsupportedGraphError, describe, message
 from gradkit.func._arguments import Arguments, read_arguments
 from gradkit.func._differentiate import cast_to, detached
@@ -94,6 +96,8 @@ class _EncoderStage:
         self._encode, self._arguments, self._chunks = encode, arguments, chunks
         self.is_differentiable = False  # whether an output depends on the variables
         self.captured: dict[int, Tensor] = {}  # what requires grad, and is no variable, by id
+        self.chunk_variables: Tensors = []  # those of the first runs, which losses must not reach
+        self._kept = state_now()
         self._last: list[_EncodedChunk] = []  # that of the last chunk, which runs once
         self._states: list[RerunState] = []  # those of the chunks before it
         self._row_counts: list[list[int]] = []  # of each output, by chunk
@@ -108,9 +112,11 @@ class _EncoderStage:
                 run = self._run(chunk)
             state.record_outputs(run.outputs)
             self._states.append(state)
+            self.chunk_variables += run.variables
             outputs.append(run.values)
             del run  # and with it the graph, before the next one is made
         self._last = [self._run(last)]
+        self.chunk_variables += self._last[0].variables
         if not others:
             return self._last[0].values
         values, self._row_counts = _joined([*outputs, self._last[0].values], _ENCODED)
@@ -136,6 +142,8 @@ class _EncoderStage:
         with torch.enable_grad(), INSIDE:
             variables = [x.detach().requires_grad_() for x in self._arguments.variables]
             before = recomputations.before(variables)
+            if self._kept is not None:
+                self._kept.put_back()  # each chunk starts from what the modules kept before
             with recording_writes():
                 returned = self._encode(*self._arguments.args_with(variables), chunk)
             recomputations.refuse(returned, before)
@@ -229,8 +237,9 @@ def staged_value_and_grads(
 
     Raises:
         StructureError: Tensors of the batch, or outputs of `encode`, without one first dimension.
-        UnsupportedGraphError: It is called inside a transform or under torch.compile; or a chunk
-            gave another result when it was encoded again.
+        UnsupportedGraphError: It is called inside a transform or under torch.compile; a chunk gave
+            another result when it was encoded again; or `loss` uses what `encode` has left in an
+            attribute or a list.
         GradkitError: As in `value_and_grads`.
 
     Source:
@@ -263,6 +272,7 @@ def staged_value_and_grads(
         captured: Tensors = []
         given = outputs, arguments.args[0], batch
         values, aux, cotangents, of_loss = loss_stage.run(*given, captured)
+        _refuse_kept(captured, [x for stage in stages for x in stage.chunk_variables])
         total: Grads = [None] * len(arguments.variables)
         if of_loss is not None:  # which uses the params itself
             total = arguments.per_variable(pytree.flatten(of_loss)[0])
@@ -278,10 +288,26 @@ def staged_value_and_grads(
         return ((values, aux), grads) if has_aux else (values, grads)
 
     def call(params: PyTree, batch: PyTree) -> Any:
-        with put_back_on_error(*encoders, loss), leave_inference_mode(record=True):
+        with put_back(*encoders, loss), leave_inference_mode(record=True):
             return named_errors(lambda: run(params, batch))
 
     return call
+
+
+def _refuse_kept(captured: Tensors, variables: Tensors) -> None:
+    """Raise if a loss uses what `encode` has computed, otherwise than by its outputs."""
+    ids = set(map(id, variables))
+    if ids.isdisjoint(Subgraph(captured).leaves):
+        return
+    state = state_now()
+    snapshots = state.snapshots.values() if state else ()
+    kept = chain.from_iterable(one.tensors_now().values() for one in snapshots)
+    reached = (path for path, x in kept if not ids.isdisjoint(Subgraph([x]).leaves))
+    expected = "a loss of what encode returns"
+    got = "one that uses what encode has left, of its last chunk: its gradient would be lost"
+    fix = "return it from encode, one row for each chunk: return outputs, value[None]"
+    path = next(reached, "loss").replace("module", "encode: module", 1)
+    raise UnsupportedGraphError(message(path, expected, got, fix))
 
 
 def _arguments_of(loss: Callable[..., Any]) -> int:

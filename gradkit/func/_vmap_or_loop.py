@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from enum import Enum
 from functools import partial
 from numbers import Number
@@ -23,6 +24,7 @@ from gradkit._core.user_code import captured_by
 from gradkit._state import rng
 from gradkit._state.copy_on_write import CopyOnWrite, Kwargs, tensors_in
 from gradkit._state.module_state import modules_put_back
+from gradkit._state.snapshot import unscripted
 from gradkit.errors import first_line, message, warn_fallback
 from gradkit.func._errors import NOT_RANDOM, RANDOM
 
@@ -80,6 +82,7 @@ class VmapOrLoop:
         self._fn = fn  # the caller's function, with whatever it refers to
         self._randomness = randomness
         self.is_loop = False
+        self._modules: list[nn.Module] = []
         self._first_aux: object = None  # the structure of the first of a loop, and its constants
 
     def run(self, run: Callable[..., R]) -> R:
@@ -87,26 +90,28 @@ class VmapOrLoop:
         if torch.compiler.is_compiling() or rng.is_capturing():
             return run()
         captured = captured_by(self._fn)
-        modules = [one for one in captured if isinstance(one, nn.Module)]
-        modules = [one for one in modules if not isinstance(one, torch.jit.ScriptModule)]
         own = rng.states_of(rng.generators(captured))
         states = rng.states() + own
-        with modules_put_back(modules):
-            try:
-                return run()
-            except errors.UnsupportedGraphError as error:
-                # What gradkit itself refuses has no cause.
-                reason = first_line(error.__cause__ or error)
-                if error.__cause__ is None or RANDOM in reason:
-                    raise
+        self._modules = unscripted(captured)
+        try:
+            return run()
+        except errors.UnsupportedGraphError as error:
+            # An error that gradkit itself raises has no cause.
+            reason = first_line(error.__cause__ or error)
+            if error.__cause__ is None or RANDOM in reason:
+                raise
         rng.restore(states)
         self.is_loop = True
         repeated = own if self._randomness == "same" else []
-        result = run(one_by_one=partial(_one_by_one, modules, repeated))
+        result = run(one_by_one=partial(_one_by_one, repeated))
         if self._randomness == "error" and rng.differ(states):
             raise errors.UnsupportedGraphError(message("fn", *NOT_RANDOM))
         warn_fallback(f"{self._name} fell back from torch.vmap to a loop: {reason}.")
         return result
+
+    def of_one(self) -> AbstractContextManager[None]:
+        """Return what puts modules back after one, or a chunk that is one call of a vmap."""
+        return modules_put_back(self._modules)
 
     def check_aux(self, tree: PyTree) -> None:
         """Raise if the aux of one in a loop cannot be stacked with those before it."""
@@ -126,16 +131,13 @@ class VmapOrLoop:
             raise errors.StructureError(message("aux", expected, "ones that differ", fix))
 
 
-def _one_by_one(
-    modules: list[nn.Module], repeated: rng.States, fn: RunOne, dims: Sequence[int]
-) -> RunOne:
+def _one_by_one(repeated: rng.States, fn: RunOne, dims: Sequence[int]) -> RunOne:
     """Return what vmap does, for batches of one, each of which starts from the same state."""
 
     def call(*tensors: Any) -> tuple[list[Any], Tensors]:
         pairs = zip(tensors, dims, strict=True)
         rng.restore(repeated)
-        with modules_put_back(modules):
-            grads, others = fn(*(x.select(dim, 0) for x, dim in pairs))
+        grads, others = fn(*(x.select(dim, 0) for x, dim in pairs))
         stacked = [None if grad is None else grad.unsqueeze(0) for grad in grads]
         return stacked, [other.unsqueeze(0) for other in others]
 

@@ -215,12 +215,14 @@ def _adam(
     return ops.descend(params, ops.scale(direction, _computed_once(rate)), 1.0), new
 
 
-def _bias_correction(beta: Factor, steps: Sequence[int]) -> Factor:
+def _bias_correction(beta: Factor, steps: Sequence[Any]) -> Factor:
     """Return 1 - beta ** step."""
     # The step is an int: the float32 that torch counts in costs 1 - beta ** t several digits.
     first = steps[0]
-    if not (isinstance(beta, list) or torch.compiler.is_compiling()) and len(set(steps)) == 1:
-        return 1 - beta**first
+    is_read = torch.compiler.is_compiling() or isinstance(first, Tensor)
+    if not (isinstance(beta, list) or is_read) and len(set(steps)) == 1:
+        once: Factor = 1 - beta**first
+        return once
     betas = ops.per_tensor(beta, len(steps))
     return [1 - b**step for b, step in zip(betas, steps, strict=True)]
 

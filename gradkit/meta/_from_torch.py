@@ -48,6 +48,7 @@ _REFUSED = {
 _DIFFERENTIABLE = {"NAdam": {"lr", "momentum_decay"}, "RAdam": {"lr"}}
 _CONSTANT = "a number: torch drops the gradient of this hyper-parameter, or gets it wrong"
 _ANOTHER = "pass a number, or use sgd, adam, adamw or rmsprop, which keep every gradient"
+_COUNT_DTYPE = torch.float64  # as exact as an int
 _CONSTRUCTOR_ONLY = {"initial_accumulator_value"}  # read there alone, to make the first state
 TorchState: TypeAlias = dict[str, Any]  # of one parameter, as torch's optimizers keep it
 
@@ -164,9 +165,11 @@ class _TorchRule:
             set_grad(p, grad.clone() if graph else grad.detach().clone())
             opt.state[p] = dict(before or self._first_state(p, hyper))
             for key, x in opt.state[p].items():
-                if isinstance(x, Tensor):
+                if key in self._counters:  # of a loaded state, a number or in float32
+                    opt.state[p][key] = torch.as_tensor(x).reshape(()).to(_COUNT_DTYPE, copy=True)
+                elif isinstance(x, Tensor):
                     # A counter is the same for all of a batch; torch reads it as a number.
-                    is_shared = key in self._counters or x.shape != zero.shape
+                    is_shared = x.shape != zero.shape
                     opt.state[p][key] = x.clone() if is_shared else x + zero
         with warnings.catch_warnings(), _SafeSqrt(), INSIDE:
             warnings.simplefilter("ignore")  # torch warns of in-place writes, meant here

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradkit import errors, tree
-from gradkit._autograd.passes import InnerPass
+from gradkit._autograd.inner_pass import InnerPass
 from gradkit._checks import eager_graph, recomputations
 from gradkit._checks.higher_derivatives import refuse_wrong_derivative
 from gradkit._compat.transforms import carries_graph, is_dual, transforms
@@ -26,7 +26,7 @@ from gradkit._core.params import Grads, Params, Tensors
 from gradkit._core.pytree import PyTree
 from gradkit._core.user_code import hooks_made, user_code_may_run
 from gradkit._state.rerun import RerunState, recording_writes
-from gradkit._state.snapshot import put_back_on_error
+from gradkit._state.snapshot import put_back
 from gradkit._torch_bugs.monitor import ForwardMonitor, OpMonitor
 from gradkit.errors import describe, message, warn_fallback
 from gradkit.func._arguments import read_arguments
@@ -128,7 +128,7 @@ def implicit(
     check_bool("warn", warn)
 
     def find(params: PyTree, outer: PyTree) -> PyTree:
-        with put_back_on_error(solver, inner_loss, root, fixed_point):
+        with put_back(solver, inner_loss, root, fixed_point):
             # Dense: torch has no Hessian of sparse tensors.
             inner = read_arguments((params,), 0, "params", dense=True)
             outer_tensors, rebuild_outer = pytree.partition_tensors(outer)

@@ -238,7 +238,7 @@ def _check_entries(opt: Optimizer, columns: StateLists, leaves: Leaves, spec: St
             if leaf is None:
                 continue
             if isinstance(entry, Tensor):
-                fits = is_count or entry.shape == leaf.shape
+                fits = entry.numel() == 1 if is_count else entry.shape == leaf.shape
                 if not fits and is_optional:  # one of another shape, such as the sums of rows
                     fits = isinstance(of_start := start(leaf), Tensor)
                     fits = fits and entry.shape == of_start.shape
@@ -349,13 +349,31 @@ def update(
     factors = {name: as_factor(select(value, moving)) for name, value in settings.items()}
     pairs = zip(of_moving, old, strict=True)
     cast_grads = [g if g.dtype == x.dtype else g.to(x.dtype) for g, x in pairs]
-    new, entries = opt.rule(old, cast_grads, columns, factors)
     given = list(zip(of_moving, *columns.values(), strict=True))
+    counts = columns.get("step", ())
+    is_read = any(isinstance(count, Tensor) for count in counts)
+    if is_read:
+        columns = {**columns, "step": list(map(_exact, counts))}
+    new, entries = opt.rule(old, cast_grads, columns, factors)
     for i, index in enumerate(moving):
         after[index] = new[i] if new[i].dtype == old[i].dtype else new[i].to(old[i].dtype)
         for name, column in after_state.items():
-            column[index] = _not_given(entries[name][i], given[i])
+            before, entry = column[index], entries[name][i]
+            if is_read and isinstance(before, Tensor) and isinstance(entry, Tensor):
+                dtype = before.dtype  # not that of the count, which has spread to 0-dim tensors
+                if name == "step":
+                    dtype = entry.dtype if before.is_floating_point() else torch.int64
+                entry = entry.reshape(before.shape).to(dtype)
+            column[index] = _not_given(entry, given[i])
     return after, after_state
+
+
+def _exact(count: Any) -> Any:
+    """Return a count that may be a tensor of any dtype in float64, as exact as an int."""
+    # In float32 1 - 0.999 ** 1 is wrong in the fifth digit; in bfloat16 it is 0.
+    if not isinstance(count, Tensor):
+        return count
+    return count.reshape(()).to(torch.float32 if count.device.type == "mps" else torch.float64)
 
 
 def _not_given(entry: Any, given: Sequence[Any]) -> Any:

@@ -18,6 +18,7 @@ from gradkit._core import pytree
 from gradkit._core.params import Tensors
 from gradkit._core.pytree import PyTree
 from gradkit._core.results_without_graph import with_zero_derivatives
+from gradkit._state.snapshot import put_back
 from gradkit.distributed import all_reduce
 from gradkit.distributed._agreement import failures_reported, require_group
 from gradkit.errors import OptionError, StructureError, describe, message
@@ -102,11 +103,13 @@ def mean_value_and_grads(
     options.check_option("randomness", randomness, _vmap_or_loop.RANDOMNESS)
     ranks = None if group is None else require_group(group, "gradkit.meta.mean_value_and_grads")
     with nullcontext() if ranks is None else failures_reported(ranks):
-        outer, batch = read_arguments((params,), 0, "params"), _read_tasks(tasks, in_dims)
+        outer = read_arguments((params,), 0, "params", allow_distributed=ranks is not None)
+        batch = _read_tasks(tasks, in_dims)
         try:
-            totals, aux = _sum_over_tasks(
-                meta_loss_fn, has_aux, randomness, create_graph, outer, batch, tasks_at_once
-            )
+            with put_back(meta_loss_fn):
+                totals, aux = _sum_over_tasks(
+                    meta_loss_fn, has_aux, randomness, create_graph, outer, batch, tasks_at_once
+                )
         except Exception as error:
             args = outer.tree(outer.variables), *(tasks[:1] if type(tasks) is list else ())
             if len(args) == 2 and raised_where_it_would_take(error, meta_loss_fn, *args):
@@ -145,7 +148,7 @@ def _sum_over_tasks(
     tasks_at_once: int | None,
 ) -> tuple[Tensors, PyTree]:
     """Return the sums of values and gradients over the tasks, and aux stacked."""
-    put_back: list[Callable[[Tensors], PyTree]] = []  # of aux, from the last trace
+    rebuild: list[Callable[[Tensors], PyTree]] = []  # of aux, from the last trace
     attempt = _vmap_or_loop.VmapOrLoop("mean_value_and_grads", meta_loss_fn, randomness)
     depend: list[bool] = []  # for each task of a loop, whether its loss depends on params
 
@@ -163,11 +166,12 @@ def _sum_over_tasks(
         arguments = read_arguments((outer.variables, batch.tree(tensors)), 0)
         run_pass = partial(gradient_of_the_sum, may_be_aux=False)
         flags: Any = {"has_aux": True, "create_graph": create_graph, "batched": True}
-        one = differentiate(loss_and_aux, arguments, {}, run_pass, **flags)
+        with attempt.of_one():
+            one = differentiate(loss_and_aux, arguments, {}, run_pass, **flags)
         grads = arguments.grads_to_tree(one.grads[0], losses=one.values, refused=one.refused)
         attempt.check_aux(one.aux)
         tensors_of_aux, rebuild_aux = pytree.partition_tensors(one.aux)
-        put_back[:] = [rebuild_aux]
+        rebuild[:] = [rebuild_aux]
         return [*one.values, *grads], tensors_of_aux
 
     def run(one_by_one: OneByOne | None = None) -> tuple[Tensors, Tensors]:
@@ -180,7 +184,7 @@ def _sum_over_tasks(
         return sums
 
     totals, tensors_of_aux = named_errors(lambda: attempt.run(run))
-    return totals, put_back[0](tensors_of_aux)
+    return totals, rebuild[0](tensors_of_aux)
 
 
 def _summed(batched: RunOne, chunks: Iterable[tuple[int, Tensors]]) -> tuple[Tensors, Tensors]:

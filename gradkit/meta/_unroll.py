@@ -16,7 +16,7 @@ from gradkit._core.call import check_bool, check_function, is_positive_int
 from gradkit._core.ownership import leave_inference_mode, without_inference
 from gradkit._core.params import Tensors
 from gradkit._core.pytree import PyTree
-from gradkit._state.snapshot import put_back_on_error
+from gradkit._state.snapshot import put_back
 from gradkit.errors import OptionError, StructureError, UnsupportedGraphError, describe, message
 from gradkit.func._arguments import read_arguments
 from gradkit.meta import _inner_step as steps
@@ -98,9 +98,9 @@ def unroll(
             each step's parameters and batch, and runs the step again in the backward pass; an int n
             keeps those of every n-th step, and runs each step twice more. Inside a torch.func
             transform everything is stored. The results differ by rounding. Random numbers, and
-            memory that a step writes to, are as if it had run once; assigning to an attribute, or
-            appending to a list, happens again. At the end of such a pass, the host waits once for
-            the device, to compare the results of both runs.
+            memory that a step writes to, are as if it had run once; assigning to an attribute of
+            what is no module, or appending to a list, happens again. At the end of such a pass, the
+            host waits once for the device, to compare the results of both runs.
         first_order: Treat the inner gradients as constants, as FOMAML does. No graph of the inner
             loss is kept, so that `values` and `buffers` are constants, too, unless
             `grad_transform` takes three arguments: `values` may be used to train it.
@@ -143,7 +143,7 @@ def unroll(
     has_buffers, enabled = buffers is not None, torch.is_grad_enabled()
     create_graph = (enabled or in_jvp()) and (is_learned or not first_order)
     with (
-        put_back_on_error(loss_fn, grad_transform),
+        put_back(loss_fn, grad_transform),
         leave_inference_mode(record=True),
         torch.set_grad_enabled(enabled),
     ):

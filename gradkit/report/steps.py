@@ -25,7 +25,7 @@ from gradkit._core.params import Params, read_iterator, read_params
 from gradkit._core.pytree import PyTree
 from gradkit._core.user_code import captured_by
 from gradkit._state.grad_attribute import grad_dtypes_put_back, grads_put_back, set_grads
-from gradkit._state.module_state import attributes_put_back
+from gradkit._state.module_state import modules_put_back
 from gradkit._state.snapshot import Snapshot
 from gradkit.errors import LeafTypeError, StructureError, describe, first_line, message
 from gradkit.report.explain import checkpointed_tensors
@@ -117,7 +117,7 @@ class Step:
         # torch.func refuses writes on buffers that were made outside of the transform.
         named = {name: buffer.clone() for name, buffer in self.modules.named_buffers()}
         named |= {key: x for key, x in inputs.items() if isinstance(key, str)}
-        with attributes_put_back(self.modules):
+        with modules_put_back([self.modules]):
             losses: Losses = functional_call(self.modules, named, (partial(self.losses, tree),))
         return losses
 

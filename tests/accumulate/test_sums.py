@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.functional import cross_entropy, mse_loss
 
 import gradkit
@@ -248,14 +250,105 @@ def test_what_is_no_sum_or_no_count_is_refused(device: torch.device, name: str) 
         assert_same_bits([before[0], *before[1]], [total.mean()[0], *total.mean()[1]])
 
 
-def test_means_that_may_be_terms_are_taken(device: torch.device) -> None:
+def means(x: Tensor, w: Tensor) -> dict[str, tuple[Tensor, str]]:
+    """Return losses that hold a mean over several targets, and what is said of each."""
+    out, y = x @ w, torch.zeros(len(x), device=x.device, dtype=torch.int64)
+    p = out.detach().softmax(1)
+    logs, total = out.log_softmax(1), functional.cross_entropy(out, y, reduction="sum")
+    n, scale = len(x), torch.tensor(0.3, device=x.device, requires_grad=True)
+    lengths = torch.full((2,), 5), torch.full((2,), 2)
+    paths = out.reshape(5, 2, -1).log_softmax(2)
+    return {
+        "divided by steps": (cross_entropy(out, y) / 3, "a mean over 10"),
+        "scaled": (torch.amp.GradScaler(x.device.type).scale(out.mean()), "a mean over 40"),
+        "smoothed": (cross_entropy(out, y, label_smoothing=0.1), "a mean over 10"),
+        "probabilities": (cross_entropy(out, p), "a mean over 10"),
+        "batchmean": (functional.kl_div(logs, p, reduction="batchmean"), "a mean over 10"),
+        "ctc": (functional.ctc_loss(paths, y[:4].view(2, 2) + 1, *lengths), "a mean over 2"),
+        "nanmean": (out.nanmean(), "a mean over 40"),
+        "margins": (functional.multi_margin_loss(out, y), "a mean over 10"),
+        "weighted": (functional.nll_loss(logs, y, weight=p[0]), "a mean over 10"),
+        "of means": (out.mean(1).mean(), "a mean over 10"),
+        "a term": (total + 0.01 * out.square().mean(), "a mean over 40, as one of its terms"),
+        "deep": (1 - (total - out.mean() * 3).double().view(1) / 2, "as one of its terms"),
+        "built in": (
+            sum((out[i : i + 5].mean() for i in (0, 5)), total * 0),
+            "as one of its terms",
+        ),
+        "learned weight": (out.mean() * scale.exp() + scale, "a mean over 40, as one of its terms"),
+        "chosen": (torch.where(total > 0, out.mean(), 0.0), "a mean over 40"),
+        "in place": (out.mean().mul_(2.0), "a mean over 40"),
+        "by hand": (out.square().sum() / n, "a mean over 10"),
+        "by elements": (out.sum() * (1 / out.numel()), "a mean over 40"),
+        "each by hand": ((out / n).sum(), "a mean over 10"),
+        "masked": ((out * (p > 0.1)).sum() / 9, "a mean over 9"),  # whose count is 9
+    }
+
+
+@pytest.mark.parametrize("name", means(torch.ones(10, 3), torch.ones(3, 4, requires_grad=True)))
+def test_a_mean_in_a_sum_or_a_product_is_refused(device: torch.device, name: str) -> None:
+    w = torch.randn(3, 4, device=device, requires_grad=True)
+    loss, text = means(torch.randn(10, 3, device=device), w)[name]
+    total = gradkit.Accumulator(w)
+    with pytest.raises(gradkit.UnsupportedGraphError, match=f"losses: expected a sum.*{text}"):
+        total.add_(loss, 9 if name == "masked" else 10)
+    loss.sum().backward()  # the graph is as it was
+    with pytest.raises(gradkit.StructureError, match="a count, got 0 everywhere"):
+        total.mean()
+
+
+def test_sums_whatever_they_are_multiplied_by_are_taken(device: torch.device) -> None:
+    """The gradient is that of the loss by the count."""
+    x, w = torch.randn(10, 3, device=device), torch.randn(3, 4, device=device, requires_grad=True)
+    y = torch.zeros(10, device=device, dtype=torch.int64)
+    smoothed = {"label_smoothing": 0.4, "reduction": "sum"}  # torch divides by 4 / 0.4, which is 10
+    for loss_of in (
+        lambda out: cross_entropy(out, y, reduction="sum") * 0.1,
+        lambda out: cross_entropy(out, y, reduction="sum") / 3,
+        lambda out: cross_entropy(out, y, **smoothed),
+        lambda out: cross_entropy(out, out.detach().softmax(1), reduction="sum"),
+        lambda out: out.square().mean(1).sum() - 0.5 * out.norm(),
+        lambda out: functional.layer_norm(out, (4,)).square().sum() + 1e-4 * w.square().sum(),
+        lambda out: torch.stack([out.mean(), out[:1].mean()]).sum(),
+        lambda out: out[:1, :1].mean(),
+        lambda out: cross_entropy(out[:1], y[:1]) * 2,
+    ):
+        total = gradkit.Accumulator(w)
+        total.add_(loss_of(x @ w), 10)
+        (right,) = torch.autograd.grad(loss_of(x @ w), w)
+        assert_near(total.mean()[1], right / 10)
+
+
+def test_a_number_of_steps_may_be_the_size_of_a_later_batch(device: torch.device) -> None:
     w = torch.ones(3, device=device, requires_grad=True)
-    for loss in (torch.stack([w.mean()]).sum(), w[:1].mean(), w.mean() * 3, w.sum() / 3):
-        gradkit.Accumulator(w).add_(loss, 1)
-    logits = torch.ones(1, 3, device=device, requires_grad=True)
-    one = torch.zeros(1, device=device, dtype=torch.int64)
-    gradkit.Accumulator(logits).add_(cross_entropy(logits, one), 1)
-    gradkit.Accumulator(logits).add_(cross_entropy(logits[0], one[0]), 1)
+    total = gradkit.Accumulator(w)
+    for rows in (2, 7, 3):
+        total.add_((torch.ones(rows, 3, device=device) @ w).sum() / 3, rows)
+    torch.testing.assert_close(total.mean()[1], torch.full_like(w, 1 / 3))
+
+
+def test_the_advice_for_a_vector_is_taken(device: torch.device) -> None:
+    w = torch.ones(3, device=device, requires_grad=True)
+    with pytest.raises(gradkit.NotScalarLossError) as raised:
+        gradkit.Accumulator(w).add_(w * 2, 3)
+    assert "loss.sum()" in str(raised.value)
+    assert "mean" not in str(raised.value)
+    gradkit.Accumulator(w).add_((w * 2).sum(), 3)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_a_copy_is_a_snapshot(device: torch.device, copied: Callable[[Any], Any]) -> None:
+    w = torch.ones(2, device=device, requires_grad=True)
+    total = gradkit.Accumulator([w])
+    total.add_((2 * w).sum(), 1)
+    with torch.inference_mode(copied is copy.copy):
+        kept = copied(total)
+    total.add_((6 * w).sum(), 3)
+    assert kept.mean()[1][0].tolist() == [2, 2]
+    if copied is copy.copy:  # a deep copy has parameters of its own
+        kept.add_((4 * w).sum(), 1)
+        assert kept.mean()[1][0].tolist() == [3, 3]
+    assert total.mean()[1][0].tolist() == [2, 2]  # (2 + 6) / 4
 
 
 def test_losses_and_counts_are_those_of_the_first_call(device: torch.device) -> None:

@@ -383,7 +383,8 @@ def test_what_torch_func_gets_wrong(device: torch.device, name: str) -> None:
     torch.manual_seed(0)
     x = row.point().to(device)
     along = torch.randn_like(x)
-    if name in table.BY_FORMULA:  # what is refused in a graph is right where it is called
+    # What is refused in a graph is right where it is called; cdist, by formula for p=inf alone.
+    if name in table.BY_FORMULA and name != "cdist":
         right = derivative(row.fn, x, along, row.order)
         torch.testing.assert_close(row.refused(row.fn, x, along), right, rtol=1e-4, atol=1e-5)
     elif name in table.REFUSED:

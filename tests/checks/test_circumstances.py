@@ -119,9 +119,11 @@ def test_the_order_of_the_checks(device: torch.device) -> None:
     names = [check.__name__.strip("_") for _, check in eager_graph._BEFORE]
     assert names == [
         "refuse_no_variables",
+        "refuse_hooked_leaf_losses",
         "refuse_gathered",
         "refuse_wrong_derivatives",
         "refuse_inside_transforms",
+        "refuse_checkpoints",
         "refuse_special_points",
         "refuse_incomplete",
         "refuse_unreached_views_and_subclasses",

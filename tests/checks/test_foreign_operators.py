@@ -129,3 +129,67 @@ def test_an_operator_is_not_that_of_torch_with_its_name(device: torch.device) ->
     w = weight(device).detach()
     _, grads = func.value_and_grads(lambda w: OPERATORS.normal(w)[0])(w)
     torch.testing.assert_close(grads, torch.func.grad(lambda w: (w / w.norm())[0])(w))
+
+
+@torch.library.custom_op("gradkit_tests::double_", mutates_args=("x",))
+def double_(x: Tensor) -> None:
+    """Double a tensor, of whose graph torch takes no note."""
+    x.mul_(2)
+
+
+@torch.library.custom_op("gradkit_tests::double_first", mutates_args=("xs",))
+def double_first(xs: list[Tensor]) -> None:
+    """Double the first tensor of a list."""
+    xs[0].mul_(2)
+
+
+LIBRARY.define("triple_(Tensor(a!) x) -> Tensor(a!)")
+LIBRARY.impl("triple_", lambda x: x.mul_(3), "CompositeImplicitAutograd")
+WRITERS: dict[str, Callable[[Tensor], object]] = {
+    "double_": double_,
+    "a list": lambda x: double_first([x]),
+}
+CALLS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], object]] = {
+    # Of a vmap inside of a jvp, torch itself raises.
+    **{name: call for name, call in NESTED.items() if name != "a vmap in jvp"},
+    "value_and_grads": lambda fn, w: func.value_and_grads(fn)(w),
+    "vjp": lambda fn, w: func.vjp(fn, w),
+    "hvp": lambda fn, w: func.hvp(fn, w, w),
+    "per_sample_grads": lambda fn, w: func.per_sample_grads(fn, in_dims=0)(w[None]),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("name", WRITERS)
+def test_an_operator_that_writes_on_a_graph(device: torch.device, name: str, call: str) -> None:
+    def written(w: Tensor) -> Tensor:
+        x = w * 1
+        WRITERS[name](x)
+        return x.sum()
+
+    w = weight(device)
+    with pytest.raises(gradkit.UnsupportedGraphError):
+        CALLS[call](written, w.detach())
+    with gradkit.checked(), pytest.raises(gradkit.UnsupportedGraphError, match="one that writes"):
+        written(w)
+
+
+def test_an_operator_that_writes_and_has_a_derivative(device: torch.device) -> None:
+    def written(w: Tensor) -> Tensor:
+        return OPERATORS.triple_(w * 1).square().sum()
+
+    def on_a_constant(w: Tensor) -> Tensor:
+        x = torch.ones_like(w.detach())
+        double_(x)
+        return (w * x).sum()
+
+    w = weight(device)
+    x = w.detach()
+    assert func.value_and_grads(written)(x)[1].tolist() == [18, 36]
+    assert func.jvp(written, (x,), (torch.ones_like(x),))[1] == 54
+    assert func.value_and_grads(on_a_constant)(x)[1].tolist() == [2, 2]
+    with gradkit.checked():
+        assert gradkit.value_and_grads(written(w), w)[1].tolist() == [18, 36]
+        assert gradkit.value_and_grads(on_a_constant(w), w)[1].tolist() == [2, 2]
+        double_(w)  # a leaf is the variable, whatever is written on it
+        assert gradkit.value_and_grads(w.square().sum(), w)[1].tolist() == [4, 8]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -187,9 +188,8 @@ def rows_of_whole(s: Setting) -> Any:
 def second_order(s: Setting) -> Any:
     """The gradient of the square of the gradient's norm, which is the same on all ranks."""
     _, grads = s.api.value_and_grads(two(s), s.module, create_graph=True)
-    params = list(s.module.parameters())
-    _, second = gradkit.value_and_grads(tree.dot(grads, grads), params)
-    return gradkit.distributed.all_reduce(second) if s.is_wrapped else second
+    _, second = s.api.value_and_grads(tree.dot(grads, grads), list(s.module.parameters()))
+    return second
 
 
 def reduced_by_hand(s: Setting) -> Any:
@@ -200,7 +200,8 @@ def reduced_by_hand(s: Setting) -> Any:
         grads = {name: param.detach() for name, param in inner.named_parameters()}
     else:
         s.net = inner
-        _, grads = gradkit.value_and_grads(two(s), inner)
+        with getattr(s.module, "no_sync", nullcontext)():
+            _, grads = gradkit.value_and_grads(two(s), inner)
     return gradkit.distributed.all_reduce(grads)
 
 
@@ -244,6 +245,24 @@ def steps(s: Setting) -> Any:
         for _ in range(2):
             gradkit.step_(optimizer, s.module, joint(s))
     return dict(s.module.named_parameters())
+
+
+def minimized(s: Setting) -> Any:
+    """One optimizer, then two of them, clipped; the losses weighted."""
+    params = list(s.module.parameters())
+    weights = {"fit": 1.0, "size": 0.3}
+    gradkit.minimize_(torch.optim.Adam(params, lr=0.01), two(s), weights=weights)
+    parts = [torch.optim.SGD(part, lr=0.1) for part in (params[:3], params[3:])]
+    _, norm = gradkit.minimize_(parts, two(s), max_norm=0.1)
+    return norm.item(), dict(s.module.named_parameters())
+
+
+def backward_with_graph(s: Setting) -> Any:
+    gradkit.backward_(two(s), create_graph=True)
+    grads = grads_left(s.module)
+    assert all(grad is not None and grad.requires_grad for grad in grads)
+    s.module.zero_grad()
+    return grads
 
 
 def scaled_steps(s: Setting) -> Any:
@@ -363,7 +382,7 @@ def meta_step(s: Setting) -> Any:
     """The meta-gradient over the tasks of all ranks."""
     inner = s.module.module if isinstance(s.module, DistributedDataParallel) else s.module
     call, params, buffers = gradkit.func.make_functional(inner)
-    opt = gradkit.meta.sgd(lr=0.1)
+    opt, sync = gradkit.meta.sgd(lr=0.1), getattr(s.module, "no_sync", nullcontext)
 
     def loss(params: Any, outer: Any, x: Tensor) -> Tensor:
         return call(params, buffers, x)[0].square().mean()
@@ -371,9 +390,10 @@ def meta_step(s: Setting) -> Any:
     def meta_loss(params: Any, x: Tensor) -> Tensor:
         return loss(gradkit.meta.unroll(loss, params, [x, x], opt).params, (), x.cos())
 
-    _, grads = gradkit.meta.mean_value_and_grads(
-        meta_loss, params, s.x[:, None], create_graph=False
-    )
+    with sync():
+        _, grads = gradkit.meta.mean_value_and_grads(
+            meta_loss, params, s.x[:, None], create_graph=False
+        )
     return grads if s.module is s.single else gradkit.distributed.all_reduce(grads)
 
 
@@ -394,6 +414,8 @@ ROWS: dict[str, Callable[[Setting], Any]] = {
     "`combine`, `add_grads_(..., hooks=True)`": handed_over,
     "`combine` with TorchJD's UPGrad": by_upgrad,
     "`step_`": steps,
+    "`minimize_`": minimized,
+    "`backward_(..., create_graph=True)`": backward_with_graph,
     "`step_` with a `GradScaler`": scaled_steps,
     "`write_grads_`, `add_grads_`, `read_grads`, `clear_grads_`": workflow,
     "`backward_`": backward,
@@ -419,6 +441,8 @@ TABLE: dict[str, tuple[str, str, str, str]] = {
     "`combine`, `add_grads_(..., hooks=True)`": (OK, OK, OK, OK),
     "`combine` with TorchJD's UPGrad": (OK, OK, OK, OK),
     "`step_`": (OK, OK, OK, OK),
+    "`minimize_`": (OK, NO, OK, OK),
+    "`backward_(..., create_graph=True)`": (NO, NO, OK, OK),
     "`step_` with a `GradScaler`": (OK, OK, TORCH, OK),
     "`write_grads_`, `add_grads_`, `read_grads`, `clear_grads_`": (OK, OK, OK, OK),
     "`backward_`": (OK, OK, OK, OK),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -43,6 +46,135 @@ def assert_equal(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 
 # --- DistributedDataParallel ---------------------------------------------------------------------
+
+
+WAYS: dict[str, Callable[[DistributedDataParallel, Any], Any]] = {
+    "list": lambda model, _: list(model.parameters()),
+    "optimizer": lambda _, optimizer: optimizer,
+    "dict": lambda model, _: {"all": dict(model.module.named_parameters())},
+    "part": lambda model, _: [model.module[2], model.module[0].weight, model.module[0].bias, None],
+    "inner module": lambda model, _: model.module,
+}
+
+
+def assert_stepped(device: torch.device, step: Callable[..., Any], **options: Any) -> None:
+    """A step leaves the weights of the `.grad` loop, the same on all ranks, and no `.grad`."""
+    ours, theirs = (DistributedDataParallel(mlp(device), **options) for _ in range(2))
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    step(ours, optimizer)
+    other = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    theirs(inputs(device)).square().sum().backward()
+    other.step()
+    assert all(param.grad is None for param in ours.parameters())
+    for mine, right in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine, right)
+
+
+def squares(model: nn.Module, device: torch.device) -> Tensor:
+    out: Tensor = model(inputs(device)).square().sum()
+    return out
+
+
+def check_steps_of(device: torch.device, way: Callable[[Any, Any], Any]) -> None:
+    def reduced(model: Any, optimizer: Any) -> None:
+        params = way(model, optimizer)
+        _, grads = gradkit.distributed.value_and_grads(squares(model, device), params)
+        gradkit.step_(optimizer, params, grads)
+
+    def accumulated(model: Any, optimizer: Any) -> None:
+        params = way(model, optimizer)
+        total = gradkit.Accumulator(params)
+        total.add_(squares(model, device), 1)
+        gradkit.step_(optimizer, params, total.mean()[1])
+
+    def handed_over(model: Any, optimizer: Any) -> None:
+        params = way(model, optimizer)
+        with model.no_sync():
+            _, grads = gradkit.value_and_grads(squares(model.module, device), params)
+        gradkit.add_grads_(params, grads, hooks=True)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for step in (reduced, accumulated, handed_over):
+        assert_stepped(device, step)
+
+
+def check_refusals_of(device: torch.device, way: Callable[[Any, Any], Any]) -> None:
+    model, x = DistributedDataParallel(mlp(device)), inputs(device)
+    params = way(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    ones = torch.ones(2, 3, device=device)
+    calls: list[Callable[[Tensor], Any]] = [
+        lambda loss: gradkit.value_and_grads(loss, params),
+        lambda loss: gradkit.per_loss_grads([loss], params, strategy="batched"),
+        lambda loss: gradkit.simultaneous_grads([loss], [params]),
+        lambda loss: gradkit.gram([loss], params),
+        lambda loss: gradkit.value_and_reduced_grads(loss, params, torch.sum),
+        lambda loss: gradkit.backward_(loss, model.module[0]),  # which would leave it local
+        lambda loss: gradkit.func.value_and_grads(lambda _: loss)(params),
+        lambda _: gradkit.vjp(model(x), params, ones),
+        lambda _: gradkit.per_sample_norms(model(x).sum(1), params),
+    ]
+    for call in calls:
+        loss = squares(model, device)
+        with pytest.raises(gradkit.UnsupportedGraphError, match="DistributedDataParallel mod"):
+            call(loss)
+        assert all(param.grad is None for param in model.parameters())
+
+
+def check_bare_parameters(device: torch.device) -> None:
+    """Of a DDP module, however given: the mean over the ranks, or an error that says how."""
+    for way in WAYS.values():
+        check_steps_of(device, way)
+        check_refusals_of(device, way)
+
+    def by_hooks(model: Any, optimizer: Any) -> None:
+        gradkit.backward_(squares(model, device), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def minimized(model: Any, optimizer: Any) -> None:
+        gradkit.minimize_(optimizer, squares(model, device))
+
+    def clipped(model: Any, optimizer: Any) -> None:
+        gradkit.minimize_([optimizer], [squares(model, device)], max_norm=1e9)
+
+    def weighted(model: Any, optimizer: Any) -> None:
+        losses = [squares(model, device)]
+        gradkit.minimize_(optimizer, losses, weights=lambda gramian: gramian[0] / gramian[0])
+
+    for step in (by_hooks, minimized, clipped, weighted):
+        assert_stepped(device, step)
+    assert_stepped(device, minimized, find_unused_parameters=True)
+
+
+def test_parameters_of_a_replicated_module_however_given(two: Ranks, device: torch.device) -> None:
+    two.run(check_bare_parameters)
+
+
+def check_what_is_no_replica(device: torch.device) -> None:
+    """A copy, a module of which the wrapper is gone, and another module are this rank's own."""
+    x = inputs(device)
+    model = DistributedDataParallel(mlp(device))
+    vars(model)["itself"] = [model]  # a cycle, which the garbage collector has to find
+    inner, copied = model.module, copy.deepcopy(model.module)
+    with pytest.raises(gradkit.UnsupportedGraphError):
+        gradkit.value_and_grads(inner(x).sum(), inner)
+    for own in (copied, mlp(device)):
+        gradkit.value_and_grads(own(x).sum() + inner(x).sum(), own)
+    outer = nn.Parameter(torch.ones(3, device=device))
+    every = torch.optim.SGD([*model.parameters(), outer], lr=0.1)
+    with pytest.raises(gradkit.UnsupportedGraphError, match="a parameter that Distributed"):
+        gradkit.minimize_(every, (model(x) * outer).sum())
+    gc.freeze()  # it is found all the same
+    with pytest.raises(gradkit.UnsupportedGraphError):
+        gradkit.value_and_grads(inner(x).sum(), inner)
+    gc.unfreeze()
+    del model
+    gradkit.value_and_grads(inner(x).sum(), inner)
+
+
+def test_what_only_was_replicated_or_never(two: Ranks, device: torch.device) -> None:
+    two.run(check_what_is_no_replica)
 
 
 def check_names_to_ignore(device: torch.device) -> None:

@@ -205,3 +205,33 @@ def test_sparse_gradients_and_max_norm(device: torch.device) -> None:
     clipped, _ = gradkit.tree.clip_by_global_norm(grads, 1.0)
     gradkit.step_(optimizer, table, clipped)
     assert torch.allclose(torch.linalg.norm(before - table.weight), torch.ones((), device=device))
+
+
+def test_backward_refuses_a_leaf_that_was_cast(device: torch.device) -> None:
+    """Whatever is in `.grad`, and whatever hooks there are: afterwards `.grad` is as it was."""
+
+    def clean(layers: list[nn.Linear]) -> None: ...
+
+    def accumulated(layers: list[nn.Linear]) -> None:
+        layers[1](torch.ones(2, device=device)).sum().backward()
+
+    def hooked(layers: list[nn.Linear]) -> None:
+        layers[1].weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+
+    for prepare in (clean, accumulated, hooked):
+        layers = [nn.Linear(2, 2).to(device) for _ in range(3)]
+        loss = layers[1](layers[0](torch.ones(2, device=device))).sum()
+        later = layers[0](torch.ones(2, device=device)).sum()
+        prepare(layers)
+        layers[0].double()
+        newer = layers[0](torch.ones(2, device=device).double()).sum()  # its graph is alive
+        leaves = [p for layer in layers for p in layer.parameters()]
+        before = [None if p.grad is None else p.grad.clone() for p in leaves]
+        with pytest.raises(gradkit.UnreachedParamError, match=r"params\[0\].*cast since"):
+            gradkit.backward_(loss, leaves)
+        for leaf, grad in zip(leaves, before, strict=True):
+            assert leaf.grad is None if grad is None else torch.equal(leaf.grad, grad)
+        gradkit.backward_(newer, leaves)  # others are not reached, and not asked for
+        assert layers[0].weight.grad.dtype == torch.float64
+        with pytest.raises(gradkit.UnreachedParamError):
+            gradkit.backward_(later, layers[2])

@@ -514,11 +514,13 @@ class Own(Tensor):
     """A subclass, as users have them."""
 
 
-def test_a_retained_value_of_a_subclass_keeps_its_class(device: torch.device) -> None:
+@pytest.mark.parametrize("fresh", [True, False])
+def test_a_retained_value_of_a_subclass_keeps_its_class(device: torch.device, fresh: bool) -> None:
     w = torch.ones(2, device=device, requires_grad=True)
     own = (w * 2).as_subclass(Own)
     own.retain_grad()
-    with no_hook_yet():
+    w.register_hook(lambda _: None).remove()
+    with no_hook_yet() if fresh else nullcontext():
         _, (grad,) = gradkit.value_and_grads(own.exp().sum(), [own])
     assert type(grad) is type(torch.autograd.grad((own * 1).sum(), own)[0])
 

@@ -416,3 +416,82 @@ def test_transforms_and_views_under_no_grad(
 
     forward = func.hvp(loss, w, along)
     torch.testing.assert_close(forward, func.hvp(loss, w, along, mode="reverse-over-reverse"))
+
+
+# --- what fn refers to, changed before the product is taken
+
+
+class Holder:
+    """Holds a tensor deeper than a closure shows."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.parts = {"rest": [{"weight": torch.ones(2, device=device)}]}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return (x * self.parts["rest"][0]["weight"]).sum()[None]
+
+
+def linear_and_optimizer(device: torch.device) -> tuple[torch.nn.Linear, torch.optim.SGD]:
+    module = torch.nn.Linear(2, 1, device=device)
+    torch.nn.init.ones_(module.weight)
+    return module, torch.optim.SGD(module.parameters(), lr=1.0)
+
+
+def changed_since(device: torch.device, change: str) -> tuple[Any, Any]:
+    """Return a function, and what changes a tensor that it refers to."""
+    module, optimizer = linear_and_optimizer(device)
+    grads = {"weight": torch.ones(1, 2, device=device), "bias": None}
+    x, holder = torch.ones(2, device=device), Holder(device)
+    eval_norm = torch.nn.BatchNorm1d(2, device=device)
+    eval_norm(torch.randn(4, 2, device=device))
+    eval_norm.eval()
+    function = gradkit.func.checkpoint(lambda x: holder(x).sin())
+    changes: dict[str, tuple[Any, Any]] = {
+        "step_": (module, lambda: gradkit.step_(optimizer, module, grads)),
+        "minimize_": (module, lambda: gradkit.minimize_(optimizer, module(x).sum())),
+        "copy_": (module, lambda: module.weight.detach().copy_(grads["weight"] * 3)),
+        "load_state_dict": (module, lambda: module.load_state_dict(module.state_dict())),
+        "an object": (holder, lambda: holder.parts["rest"][0]["weight"].zero_()),
+        "a checkpoint": (function, lambda: holder.parts["rest"][0]["weight"].zero_()),
+        "statistics": (
+            lambda x: eval_norm(x[None]).sum()[None], lambda: eval_norm.running_var.mul_(4)
+        ),
+    }  # fmt: skip
+    return changes[change]
+
+
+CHANGES = [
+    "step_",
+    "minimize_",
+    "copy_",
+    "load_state_dict",
+    "an object",
+    "a checkpoint",
+    "statistics",
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("product", ["vjp", "linearize"])
+def test_what_fn_refers_to_has_changed(device: torch.device, product: str, change: str) -> None:
+    fn, write = changed_since(device, change)
+    x = torch.ones(2, device=device)
+    multiply = getattr(gradkit.func, product)(fn, x)[1]
+    given = torch.ones(1, device=device) if product == "vjp" else x
+    multiply(given)
+    write()
+    with pytest.raises(gradkit.UnsupportedGraphError, match=r"^fn: expected"):
+        multiply(given)
+
+
+def test_a_change_that_the_product_does_not_read(device: torch.device) -> None:
+    module, _ = linear_and_optimizer(device)
+    x, one = torch.ones(2, device=device), torch.ones(1, device=device)
+    pull = gradkit.func.vjp(module, x)[1]
+    push = gradkit.func.linearize(module, x)[1]
+    module.bias.detach().zero_()
+    assert pull(one)[0].tolist() == [1, 1]
+    assert push(x).tolist() == [2]
+    copied = gradkit.func.vjp(lambda x: x @ module.weight[0].clone()[:, None], x)[1]
+    module.weight.detach().zero_()
+    assert copied(one)[0].tolist() == [1, 1]  # as the message advises

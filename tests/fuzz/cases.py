@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradkit import GradkitError
 from tests.strategies import HOOKLESS, WRITING, Graph, Operation, Program, build
 
 SCALARS = ("sum", "mean", "squares", "dot", "one")
 WRITTEN = "written in place"
+HOOKED = "that no hook has changed"  # of a gradient that is differentiated
 CPU = torch.device("cpu")
 
 
@@ -29,6 +30,10 @@ class Op:
     apply: Operation
     refusals: tuple[str, ...] = ()
     second: tuple[str, ...] = ()  # of its second derivative
+    twin: Operation | None = None  # the same function, of torch's own operations
+    on_leaf: bool = False  # its second value is a leaf
+    module: nn.Module | None = None  # which keeps something
+    restored: bool = False  # what the module keeps is as it was, after a call that returns
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,11 @@ class Case:
         others = {name: op.apply for name, op in self.ops.items()}
         return build(self.program, self.device, self.dtype, leaves, others)
 
+    def twin(self) -> Case:
+        """The same program in torch's own operations, without code of a user's in a pass."""
+        ops = {name: Op(op.twin or op.apply) for name, op in self.ops.items()}
+        return replace(self, ops=ops)
+
     def present(self) -> set[str]:
         return {name for name, _, _ in self.program.ops}
 
@@ -55,6 +65,8 @@ class Case:
         """The only texts with which gradkit may refuse the program: none, if it has nothing."""
         ops = [self.ops[name] for name in self.present() & self.ops.keys()]
         written = {WRITTEN} if self.present() & set(WRITING) else set()
+        if second and (self.program.leaf_hooks or self.present() & {"double_hook", *WRITING}):
+            written.add(HOOKED)
         return written.union(*(op.refusals + (op.second if second else ()) for op in ops))
 
 
@@ -82,14 +94,24 @@ def draw(
 ) -> Case:
     """Draw a program; half of its operations are `more`, if there are any."""
     more = more or {}
+    seed = rng.randrange(1 << 16)
+    leaves = tuple(rng.choices(("plain", "transposed", "strided"), k=rng.randint(1, 4)))
+
+    met: set[str] = set()
 
     def op() -> tuple[str, int, int]:
-        names = sorted(more) if more and rng.random() < 0.5 else ops
-        return rng.choice(names), rng.randrange(31), rng.randrange(31)
+        name = rng.choice(sorted(more) if more and rng.random() < 0.5 else ops)
+        if (
+            name in met and name in more and more[name].module is not None
+        ):  # its state would have carried over
+            name = rng.choice(ops)
+        met.add(name)
+        on_leaf = name in more and more[name].on_leaf
+        return name, rng.randrange(31), rng.randrange(len(leaves) if on_leaf else 31)
 
     program = Program(
-        seed=rng.randrange(1 << 16),
-        leaves=tuple(rng.choices(("plain", "transposed", "strided"), k=rng.randint(1, 4))),
+        seed=seed,
+        leaves=leaves,
         ops=tuple(op() for _ in range(rng.randint(1 if more else 0, most))),
         losses=tuple((rng.choice(losses), rng.randrange(31)) for _ in range(rng.randint(1, 4))),
         leaf_hooks=tuple(rng.randrange(4) for _ in range(rng.randint(0, 2))) if leaf_hooks else (),

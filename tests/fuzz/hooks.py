@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 
 import gradkit
-from tests.fuzz.cases import Op
-from tests.strategies import double_in_place, writable
+from tests.fuzz.cases import HOOKED, Op
+from tests.strategies import Operation, double_in_place, writable
 
 Hook = Callable[..., Any]
 
@@ -176,16 +176,21 @@ def module_prehook_that_writes(a: Tensor, b: Tensor, kept: list[Tensor]) -> Tens
     return module(a, b)
 
 
+def changing(apply: Operation) -> Op:
+    """An operation with a hook that changes a gradient."""
+    return Op(apply, second=(HOOKED,))
+
+
 MULTI_GRAD = Op(on_many_leaves, ("register_multi_grad_hook",))
 HOOKS = {
-    "tensor hook": Op(tensor_hook),
-    "hook on the first": Op(hook_on_the_first),
+    "tensor hook": changing(tensor_hook),
+    "hook on the first": changing(hook_on_the_first),
     "removed hook": Op(removed_hook),
-    "node hook": Op(node_hook),
-    "node pre-hook": Op(node_prehook),
+    "node hook": changing(node_hook),
+    "node pre-hook": changing(node_prehook),
     "retained": Op(retained),
-    "module hook": Op(module_hook),
-    "module pre-hook": Op(module_prehook),
+    "module hook": changing(module_hook),
+    "module pre-hook": changing(module_prehook),
     "saved-tensor hooks": Op(saved_hooks),
     "multi-grad hook": Op(on_many),
     "multi-grad hook on leaves": MULTI_GRAD,
@@ -193,8 +198,8 @@ HOOKS = {
     "AccumulateGrad hook": Op(accumulate_posthook),
 }
 ACCUMULATE_PREHOOKS = {
-    "AccumulateGrad pre-hook": Op(accumulate_prehook, ("AccumulateGrad",)),
-    "tensor hook": Op(tensor_hook),
+    "AccumulateGrad pre-hook": Op(accumulate_prehook, ("AccumulateGrad",), (HOOKED,)),
+    "tensor hook": changing(tensor_hook),
 }
 WRITES = {
     "node hook that writes": Op(node_hook_that_writes),

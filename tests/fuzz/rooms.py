@@ -8,7 +8,7 @@ from random import Random
 from typing import TypeAlias
 
 import gradkit
-from tests.fuzz import calls, formulas, functions, hooks, laws
+from tests.fuzz import calls, company, formulas, functions, hooks, laws, training, twins
 from tests.fuzz.cases import WRITTEN, Case, Op, Refused, draw
 from tests.fuzz.laws import Law
 from tests.strategies import HOOKLESS, OPS, WRITING
@@ -69,7 +69,7 @@ def checked_writes(rng: Random) -> None:
             raise
 
 
-CALLING = {"hook": Op(hooks.hook_calls_gradkit), **functions.REENTRANT}
+CALLING = {"hook": hooks.changing(hooks.hook_calls_gradkit), **functions.REENTRANT}
 ROOMS: dict[str, Room] = {
     "joint": clean(laws.joint),
     "products": clean(laws.product),
@@ -95,4 +95,14 @@ ROOMS: dict[str, Room] = {
     "threads": calls.threads,
     "re-entrancy": with_ops(CALLING),
     "steps": calls.steps,
+    "Functions in company": twins.in_company(company.FUNCTIONS),
+    "hooks in company": twins.in_company(company.HOOKS),
+    "modules": twins.modules,
+    "scripted": twins.in_company(training.scripted),
+    "optimizers": training.optimizers,
+    "scaled losses": training.scaled_losses,
+    "scalers": training.unscaled,
+    "stale graphs": training.stale,
+    "captured": training.captured,
+    "means": training.means,
 }

@@ -1039,3 +1039,87 @@ def test_each_hyper_parameter_is_of_the_kind_of_its_default(device: torch.device
             with pytest.raises(gradkit.OptionError, match=rf"(?s)^{key}\b.*: .*{key}="):
                 meta.from_torch(cls, **{key: value})
         meta.from_torch(cls, **{key: default})
+
+
+COUNTED: dict[str, Callable[[], meta.Optimizer]] = {
+    "adam": lambda: meta.adam(lr=0.1), "adamw": lambda: meta.adamw(lr=0.1),
+    "adafactor": lambda: meta.adafactor(lr=0.1), "sgd": lambda: meta.sgd(lr=0.1, momentum=0.9),
+    "rmsprop": lambda: meta.rmsprop(lr=0.1),
+    "schedule_free_adamw": lambda: meta.schedule_free_adamw(lr=0.1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_counts_may_be_tensors(
+    device: torch.device, name: str, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    """As torch's own optimizers keep them, and safetensors: as exact as a number."""
+    params = initial(device)
+    opt, grads = COUNTED[name](), like(params, slopes(leaves(params)))
+    new, state = opt.step(params, grads, opt.init(params))
+    counts = optree.tree_map(
+        lambda n: torch.full(shape, n, dtype=dtype, device=device), state["step"]
+    )
+    given = {**state, "step": counts}
+    expected = opt.step(new, grads, state)
+    got = opt.step(new, grads, given)
+    assert_close(leaves(got[0]), leaves(expected[0]), 1e-14)
+    of_state = {k: v for k, v in got[1].items() if k != "step"}
+    for entry, other in zip(leaves(of_state), leaves(expected[1]), strict=True):
+        assert entry.dtype == other.dtype
+        assert_close([entry], [other], 1e-14)
+    for count in leaves(got[1]["step"]):
+        assert count.shape == shape
+        assert count.item() == 2
+        assert count.dtype == (torch.float64 if dtype.is_floating_point else torch.int64)
+
+
+def test_a_count_that_is_no_number_is_refused(device: torch.device) -> None:
+    w = torch.ones(2, dtype=D, device=device)
+    opt = meta.adam()
+    state = {**opt.init(w), "step": torch.ones(2, device=device)}
+    with pytest.raises(gradkit.StructureError, match=r"state\['step'\]: expected a count"):
+        opt.step(w, w, state)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_the_hypergradient_of_a_count_that_is_a_tensor(
+    device: torch.device, dtype: torch.dtype
+) -> None:
+    w, opt = torch.ones(2, dtype=D, device=device), meta.adam(lr=0.1)
+    first, state = opt.step(w, 0.7 * w, opt.init(w))
+    state = {k: v.detach() if isinstance(v, Tensor) else v for k, v in state.items()}
+
+    def slope(step: Any) -> Tensor:
+        x = torch.tensor(2.0, dtype=D, device=device, requires_grad=True)
+        new, _ = opt.step(first, x * x * w, {**state, "step": step})
+        return torch.autograd.grad(new.sum(), x)[0]
+
+    count = torch.tensor(1, dtype=dtype, device=device)
+    assert_close([slope(count)], [slope(1)], 1e-14)
+
+    def stepped(n: Tensor) -> Tensor:
+        new: Tensor = opt.step(first, w, {**state, "step": n})[0]
+        return new
+
+    each = vmap(stepped)(count.repeat(3))
+    assert_close([each[1]], [opt.step(first, w, state)[0]], 1e-14)
+    compiled: Any = torch.compile(stepped, backend="eager", fullgraph=True)
+    assert_close([compiled(count)], [opt.step(first, w, state)[0]], 1e-14)
+
+
+@pytest.mark.parametrize("cls", [optim.NAdam, optim.RAdam, optim.Adamax, optim.ASGD])
+@pytest.mark.parametrize("kind", [float, torch.float32, torch.bfloat16, torch.int64])
+def test_counts_of_a_class_of_torch(device: torch.device, cls: Any, kind: Any) -> None:
+    w = torch.ones(2, dtype=D, device=device)
+    opt = meta.from_torch(cls, lr=0.1)
+    new, state = opt.step(w, 0.7 * w, opt.init(w))
+    entry = state["torch"]
+    step = entry["step"].item() if kind is float else entry["step"].to(kind).reshape(1)
+    x = (3 * w).requires_grad_()
+    expected, _ = opt.step(new, x, state)
+    got, after = opt.step(new, x, {"torch": {**entry, "step": step}})
+    assert_close([got], [expected], 1e-14)
+    assert after["torch"]["step"] == 2

@@ -176,7 +176,10 @@ def maml(forward: Callable[[Any, Tensor], Tensor], memory: Any = "store") -> Cal
 
 
 def by_hand(module: nn.Module, params: dict[str, Tensor], tasks: Any, *, fresh: bool) -> Any:
-    """MAML in plain torch; with `fresh`, every forward pass starts from the module's buffers."""
+    """MAML in plain torch; with `fresh`, every forward pass starts from the module's buffers.
+
+    And from the attributes that the pass before has left: these carry from call to call.
+    """
     leaves = {n: p.clone().requires_grad_() for n, p in params.items()}
     value = torch.zeros((), dtype=D, device=tasks[0].device)
     for x, y in zip(*tasks, strict=True):
@@ -184,7 +187,9 @@ def by_hand(module: nn.Module, params: dict[str, Tensor], tasks: Any, *, fresh: 
         loss = functional.cross_entropy(functional_call(one, leaves, (x,)), y)
         slopes = torch.autograd.grad(loss, list(leaves.values()), create_graph=True)
         moved = {n: p - RATE * g for (n, p), g in zip(leaves.items(), slopes, strict=True)}
-        one = copy.deepcopy(module) if fresh else one
+        if fresh:
+            left, one = vars(one), copy.deepcopy(module)
+            vars(one).update({name: left[name] for name in ("count",) if name in left})
         value = value + functional.cross_entropy(functional_call(one, moved, (x,)), y) / TASKS
     grads = torch.autograd.grad(value, list(leaves.values()))
     return value.detach(), dict(zip(leaves, grads, strict=True))

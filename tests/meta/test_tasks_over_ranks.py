@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -86,7 +87,7 @@ def check_replicas(device: torch.device) -> None:
     size, rank = dist.get_world_size(), dist.get_rank()
     torch.manual_seed(1)
     module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).to(device, torch.float64)
-    call, params, _ = gradkit.func.make_functional(module)
+    call, params, _ = gradkit.func.make_functional(copy.deepcopy(module))  # of one process
     replica = DistributedDataParallel(module)
     generator = torch.Generator().manual_seed(3)
     batch = torch.randn(size, 5, 3, generator=generator, dtype=torch.float64).to(device)
@@ -113,7 +114,7 @@ def check_replicas(device: torch.device) -> None:
     _, our_grads = gradkit.distributed.value_and_grads(
         replica(batch[rank]).square().mean(), replica, create_graph=True
     )
-    adapted = {n: p - 0.1 * our_grads["module." + n] for n, p in params.items()}
+    adapted = {n: p - 0.1 * our_grads["module." + n] for n, p in module.named_parameters()}
     outer = call(adapted, {}, batch[rank] + 1.0)[0].square().mean()
     assert_same(gradkit.distributed.value_and_grads(outer, replica)[1], expected)
 

@@ -13,7 +13,6 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
@@ -87,23 +86,12 @@ def ddp_passed_by(x: Tensor) -> Case:
     model.zero_grad()
 
     def ours() -> Tensor:
-        _, grads = gradkit.value_and_grads(squared(model.module, x), params)
+        with model.no_sync():
+            _, grads = gradkit.value_and_grads(squared(model.module, x), params)
         gradkit.add_grads_(params, grads, hooks=True)
         return gradient(model)
 
     return Case(theirs, backward(DistributedDataParallel(linear()), x), ours)
-
-
-def ddp_passed_by_and_handed_over(x: Tensor) -> Case:
-    model = DistributedDataParallel(linear())
-    case = ddp_passed_by(x)
-
-    def ours() -> Tensor:
-        _, grads = gradkit.value_and_grads(squared(model.module, x), [*model.parameters()])
-        gradkit.add_grads_(model, {"module.weight": grads[0]}, hooks=True)
-        return gradient(model)
-
-    return replace(case, ours=ours)
 
 
 def ddp_and_two_passes(x: Tensor) -> Case:
@@ -191,19 +179,35 @@ def parameters_of_ddp(x: Tensor) -> Case:
     params = list(model.parameters())
     theirs = whole(grad(squared(model, x), params)[0])
     right = backward(DistributedDataParallel(linear()), x)
-    ours = whole(gradkit.value_and_grads(squared(model, x), params)[1][0])
+
+    def reduced_to_params() -> Any:
+        return whole(gradkit.distributed.value_and_grads(squared(model, x), params)[1][0])
+
+    def ours() -> Any:
+        return gradkit.value_and_grads(squared(model, x), params)
+
+    return Case(theirs, right, ours, reduced_to_params)
+
+
+def factor_that_was_reduced(x: Tensor) -> Case:
+    """Collectives write on tensors, and do not count that as a write."""
+    w, factor = torch.ones(1, requires_grad=True), x.flatten().clone()
+    right, loss = factor.clone(), (w * factor).sum()
+    dist.all_reduce(factor)
+    theirs = grad(loss, w, retain_graph=True)[0]
+    ours = gradkit.value_and_grads(loss, w)[1]
     return Case(theirs, right, lambda: ours)
 
 
 TRIALS: list[Trial] = [
     ddp_and_autograd_grad,
     ddp_passed_by,
-    ddp_passed_by_and_handed_over,
     ddp_and_two_passes,
     ddp_with_a_static_graph,
     fsdp_and_autograd_grad,
     fsdp_and_backward_inputs,
     parameters_of_ddp,
+    factor_that_was_reduced,
 ]
 
 
@@ -293,6 +297,11 @@ ROWS = [
         "`distributed.value_and_grads(loss, ddp)`",
     ),
     Row(
+        "`grad(loss, params)`, `params = list(ddp.parameters())`",
+        [2.0], [10.0], "`value_and_grads(loss, params)`", shown(parameters_of_ddp), REFUSED,
+        "`distributed.value_and_grads(loss, params)`",
+    ),
+    Row(
         "`loss_1.backward(retain_graph=True)` and `loss_2.backward()`, after one forward pass of "
         "DDP",
         [11.0], [12.0], "`per_loss_grads(losses, ddp)`", shown(ddp_and_two_passes), REFUSED,
@@ -300,7 +309,7 @@ ROWS = [
     ),
     Row(
         "`backward(params, grads)`, of a loss of `ddp.module`",
-        [2.0], [10.0], "`add_grads_(ddp, grads, hooks=True)`", shown(ddp_passed_by_and_handed_over),
+        [2.0], [10.0], "`add_grads_(params, grads, hooks=True)`", shown(ddp_passed_by),
     ),
     Row(
         "`.backward()` after one `autograd.grad` in the first iteration, `static_graph=True`",

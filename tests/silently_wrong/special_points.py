@@ -122,6 +122,55 @@ def block_diag_of_an_empty_vector(device: torch.device) -> Case:
     return _eager(with_empty, as_matrix, torch.ones(2, dtype=D, device=device))
 
 
+def ties_of_distances(device: torch.device) -> Case:
+    x = torch.tensor([[2.0, 2.0, 1.0]], dtype=D, device=device)
+    zero = torch.zeros_like(x)
+    return _eager(
+        lambda x: torch.cdist(x, zero, p=torch.inf).sum(),
+        lambda x: torch.linalg.vector_norm(x, torch.inf),
+        x,
+    )
+
+
+def ctc_loss_of_no_log_softmax(device: torch.device) -> Case:
+    x = torch.tensor([[0.2, 0.8], [0.6, 0.4]], dtype=D, device=device).log()
+    target, two = torch.ones(1, dtype=torch.long, device=device), torch.tensor(2, device=device)
+    return _eager(
+        lambda x: torch.nn.functional.ctc_loss(x, target, two, two - 1, reduction="sum"),
+        lambda x: (
+            -torch.stack([x[0, 1] + x[1, 1], x[0, 0] + x[1, 1], x[0, 1] + x[1, 0]]).logsumexp(0)
+        ),
+        x,
+    )
+
+
+def space_beyond_a_matrix(device: torch.device) -> Case:
+    a = torch.tensor([[3.0], [4.0]], dtype=D, device=device)
+    y = torch.tensor([1.0, 0.0], dtype=D, device=device)
+    return _eager(
+        lambda a: (torch.linalg.svd(a).U[:, 1] @ y).square(),
+        lambda a: y.square().sum() - (a[:, 0] @ y).square() / a.square().sum(),
+        a,
+    )
+
+
+def second_of_a_norm_of_zero(device: torch.device) -> Case:
+    x, along = torch.tensor([[0.0, 0.0], [1.0, 2.0]], dtype=D, device=device)
+
+    def squared(x: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(x) ** 2
+
+    def written(x: Tensor) -> Tensor:
+        return x.square().sum()
+
+    def product(x: Tensor) -> Tensor:
+        return func.hvp(written, x, along)[1]
+
+    theirs, right = jvp(grad(squared), (x,), (along,))[1], jvp(grad(written), (x,), (along,))[1]
+    ours, instead = lambda: func.hvp(squared, x, along)[1], lambda: product(x)
+    return Case(theirs, right, ours, instead)
+
+
 def jvp_of_logcumsumexp(device: torch.device) -> Case:
     x = torch.tensor([0.0, 100.0, 1000.0], dtype=D, device=device)
     along = torch.tensor([1.0, 2.0, 3.0], dtype=D, device=device)
@@ -145,6 +194,11 @@ ROWS = [
         "`grad(lambda y: grad(torch.pow)(two, y))(zero)`",
         0.0, 0.5, "`func.value_and_grads`, nested", second_of_a_zeroth_power,
     ),
+    Row(
+        "`jvp(grad(lambda x: vector_norm(x) ** 2), (x,), (v,))[1]` at zero, `v` `[1, 2]`",
+        [0.0, 0.0], [2.0, 4.0], "`func.hvp`", second_of_a_norm_of_zero,
+        refuses=gradkit.UnsupportedGraphError, instead="of `x.square().sum()`",
+    ),
 ]  # fmt: skip
 
 _SEEN = "`func`, `checked()`: right; `per_loss_grads`: `UnsupportedGraphError`; `value_and_grads`"
@@ -165,6 +219,20 @@ UNSEEN = [
     Row(
         "`grad(polar(r, zero).real, r)` at 0", [0.0], [1.0], _SEEN, polar_of_a_radius_of_zero,
         same=True,
+    ),
+    Row(
+        "`grad(torch.cdist(x, zero, p=torch.inf).sum(), x)` at `[[2, 2, 1]]`, a tie",
+        [[1.0, 1.0, 0.0]], [[0.5, 0.5, 0.0]], _SEEN, ties_of_distances, same=True,
+    ),
+    Row(
+        "`grad(ctc_loss(x, target, ...), x)`, `x` two steps of no `log_softmax`",
+        [[0.1091, -0.1091], [0.0545, -0.0545]], [[-0.0909, -0.9091], [-0.5455, -0.4545]],
+        _SEEN, ctc_loss_of_no_log_softmax, same=True,
+    ),
+    Row(
+        "`grad((torch.linalg.svd(a).U[:, 1] @ y) ** 2, a)` at `[[3], [4]]`, `y` `[1, 0]`",
+        [[0.0], [0.0]], [[-0.1536], [0.1152]],
+        "`func`, `checked()`: right; `value_and_grads`", space_beyond_a_matrix, same=True,
     ),
     Row(
         "`grad(cosine_similarity(x, y, dim=0, eps=1.0), x)` at `[0.4, 0.3]`, where `y` is `[1, 0]`",

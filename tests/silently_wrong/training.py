@@ -122,7 +122,32 @@ def learning_rate_of_asgd(device: torch.device) -> Case:
     )
 
 
+def fused_after_channels_last(device: torch.device) -> Case:
+    def trained(fused: bool, step: Callable[[Any, Any], Any]) -> Tensor:
+        conv = torch.nn.Conv2d(2, 1, 2, bias=False).to(device, D)
+        with torch.no_grad():
+            conv.weight.copy_(torch.arange(8.0).view_as(conv.weight))
+        optimizer = optim.SGD(conv.parameters(), lr=0.1, momentum=0.5, fused=fused)
+        for layout in (torch.contiguous_format, torch.channels_last):
+            conv.to(memory_format=layout)
+            step(optimizer, conv.weight.square().sum() / 2)
+        return conv.weight.detach().flatten()
+
+    def loop(optimizer: Any, loss: Tensor) -> None:
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return Case(trained(True, loop), trained(False, loop), lambda: trained(True, gradkit.minimize_))
+
+
 ROWS = [
+    Row(
+        "`SGD(momentum=0.5, fused=True)`: a step, `channels_last`, a step",
+        [0.0, 0.71, 1.42, 2.13, 3.19, 3.9, 4.61, 5.32],
+        [0.0, 0.76, 1.52, 2.28, 3.04, 3.8, 4.56, 5.32], "`minimize_`, `step_`",
+        fused_after_channels_last,
+    ),
     Row(
         "two steps of `SGD(momentum=0.9)`: by a scale of the gradients",
         -0.1, -0.29, "`meta.sgd`", first_step_with_momentum,

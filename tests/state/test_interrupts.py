@@ -118,7 +118,8 @@ def modes() -> dict[str, Any]:
         "checked": list(checked.open_monitors),
         "monitors": monitor.active_monitors(),
         "writes": rerun._writes_of_run.get(),
-        "uses": list(module_state._blocks),
+        "turns": list(module_state._turns),
+        "kept": module_state.state_now(),
         "steps": [
             dict(_OPTIMIZERS._global_optimizer_pre_hooks),
             dict(_OPTIMIZERS._global_optimizer_post_hooks),

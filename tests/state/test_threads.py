@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from threading import Barrier, Event, Thread
+from functools import partial
+from threading import Barrier, Thread
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ def _threads_take_turns_often() -> Iterator[None]:
     sys.setswitchinterval(1e-5)
     yield
     sys.setswitchinterval(before)
-    assert not module_state._blocks
+    assert not module_state._turns
 
 
 class Branch(nn.Module):
@@ -149,61 +150,66 @@ def test_calls_inside_calls_of_one_thread_do_not_wait(device: torch.device) -> N
         torch.testing.assert_close(out, expected)
 
 
-def test_modules_that_call_each_other_raise_before_they_wait_for_ever(device: torch.device) -> None:
-    both = Barrier(2)
+@pytest.mark.parametrize("rounds", [40, pytest.param(2000, marks=pytest.mark.slow)])
+def test_modules_that_call_each_other_take_turns(device: torch.device, rounds: int) -> None:
+    """Eight threads, half of which call a module inside of another, half the other way round."""
 
     class Calls(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.weight = nn.Parameter(torch.ones(()))
+            self.weight = nn.Parameter(torch.full((), 2.0))
             self.other: list[nn.Module] = []
+            self.seen: Tensor | None = None
 
         def forward(self, x: Tensor) -> Tensor:
-            if self.other:
-                both.wait(60)
-                call, params, buffers = func.make_functional(self.other[0])
+            self.seen = x * self.weight
+            for module in self.other:
+                call, params, buffers = func.make_functional(module)
                 x = call(params, buffers, x)[0]
-            return x * self.weight
+            return x * self.weight + self.seen
 
     a, b, one, two = (Calls().to(device) for _ in range(4))
     one.other, two.other = [b], [a]
     one.add_module("a", a)
     two.add_module("b", b)
-    x = torch.ones((), device=device)
+    call_of = {module: func.make_functional(module)[0] for module in (one, two)}
 
-    def run(module: nn.Module) -> Tensor | str:
-        call, params, buffers = func.make_functional(module)
-        try:
-            return call(params, buffers, x)[0]
-        except gradkit.UnsupportedGraphError as error:
-            return str(error)
+    def work(index: int) -> Callable[[], list[float]]:
+        module, value = (one, two)[index % 2], torch.tensor(1.0 + index, device=device)
+        name = "ab"[index % 2] + ".weight"
+        params = {"weight": value, name: torch.zeros_like(value)}
 
-    results = in_threads([lambda: run(one), lambda: run(two)])
-    refused = [result for result in results if isinstance(result, str)]
-    assert refused
-    assert all("a call of another thread, which waits for this one" in text for text in refused)
+        def loss(p: Any, x: Tensor) -> Tensor:
+            return call_of[module](p, {}, x)[0] + module.seen
+
+        def run() -> list[float]:
+            run_loss = func.value_and_grads(loss, create_graph=False)
+            grads = [run_loss(params, value)[1] for _ in range(rounds // 8)]
+            rows = func.per_sample_grads(loss, create_graph=False)(params, value[None])
+            return [float(grad["weight"]) for grad in (*grads, rows)]
+
+        return run
+
+    for index, grads in enumerate(in_threads(list(map(work, range(8))))):
+        # x = (2 + 2) v, then x w + v w, and v w again: its derivative by w is 6 v.
+        assert grads == [6 * (1.0 + index)] * len(grads)
+    assert all(module.seen is None for module in (a, b, one, two))
 
 
-def test_a_call_that_waits_too_long_says_so(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module_state, "_LONGEST_WAIT", 0.05)
-    entered, leave = Event(), Event()
+def test_a_pass_takes_the_turn_of_the_thread_that_waits_for_it(device: torch.device) -> None:
+    """The threads of the engine, on a device, run a checkpoint again: their caller has the turn."""
+    layer = nn.Linear(2, 2).to(device)
+    call, params, buffers = func.make_functional(layer)
+    block = func.checkpoint(lambda p, x: call(p, buffers, x)[0].tanh())
 
-    class Waits(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            entered.set()
-            leave.wait(60)
-            return super().forward(x)
+    def loss(p: Any, _: Any, x: Tensor) -> Tensor:
+        own = torch.autograd.grad(block(params, x).sum(), params["weight"])[0]  # has it, meanwhile
+        return block(p, x).square().sum() + own.sum()
 
-    module = Waits(2, 1).to(device)
-    x = torch.ones(2, device=device)
-    call, params, buffers = func.make_functional(module)
-    thread = Thread(target=lambda: call(params, buffers, x))
-    thread.start()
-    entered.wait(60)
-    with pytest.raises(gradkit.UnsupportedGraphError, match=r"Waits in a call of another thread"):
-        func.make_functional(module)
-    leave.set()
-    thread.join()
-    assert torch.equal(call(params, buffers, x)[0], module(x))  # and what to do: one call at a time
+    def run(x: Tensor) -> Tensor:
+        values = meta.unroll(loss, params, [x] * 2, meta.sgd(lr=0.1), memory="recompute").values
+        return gradkit.value_and_grads(values.sum(), params)[1]["weight"]
+
+    xs = [torch.randn(3, 2, device=device) for _ in range(THREADS)]
+    works = [partial(run, x) for x in xs]
+    torch.testing.assert_close(in_threads(works), [work() for work in works])

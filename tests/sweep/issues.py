@@ -32,8 +32,9 @@ def _links(issues: str) -> Links:
 _ALONE = (
     "as_strided_scatter", "block_diag", "cdist", "cholesky", "cosine_similarity", "eigh",
     "eigvalsh", "gaussian_nll_loss", "i1", "index_fill", "index_reduce", "linear_cross_entropy",
-    "linspace", "lu_solve", "masked_select", "polar", "pow", "prelu", "prod", "roll",
-    "select_scatter", "softshrink", "sparse_coo_tensor", "weight_norm",
+    "linspace", "lu_solve", "masked_select", "pdist", "polar", "pow", "prelu", "prod", "roll",
+    "select_scatter", "softshrink", "sparse_coo_tensor", "svd", "vector_norm",
+    "weight_norm",
 )  # fmt: skip
 # Polynomials, and Bessel functions of other forms.
 _SPECIAL = {name for name in (*SPECIAL_FUNCTIONS, "airy_ai") if not _REPORTED[name]}
@@ -44,6 +45,7 @@ NOT_REPORTED: dict[str, str] = {
     "cholesky_ex": "cholesky",
     "float_power": "pow",
     "i0": "i1",
+    **dict.fromkeys(("norm", "matrix_norm", "dist"), "vector_norm"),
     "logspace": "linspace",
     "CondAutogradOpBackward": "cond",
     "GeneratedBackwardFor_torch_nn__linear_cross_entropy_batch_chunked_defaultBackward": (
