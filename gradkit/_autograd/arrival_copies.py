@@ -61,8 +61,8 @@ def _refuse_entry(frame: FrameType, event: str, _: object) -> None:
     """Raise before the first line of a hook that a pass of this thread calls with a batch."""
     # A hook may count its calls, or remove itself, before it computes. In the threads of devices,
     # and below a profiler, the guard alone refuses it.
-    caller = frame.f_back
-    if event != "call" or caller is None or caller.f_code.co_name not in _ENGINE:
+    caller, is_engine = frame.f_back, frame.f_code.co_name in _ENGINE
+    if event != "call" or is_engine or caller is None or caller.f_code.co_name not in _ENGINE:
         return
     # Through torch.autograd.function the engine calls the backward of a Function, which is no hook.
     of_function = "gradkit.", "torch.autograd.function"
