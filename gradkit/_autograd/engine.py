@@ -20,7 +20,13 @@ from gradkit._checks.higher_derivatives import refuse_undifferentiable
 from gradkit._checks.hooks_in_passes import any_changed_gradients, refuse_second_order, watched_pass
 from gradkit._checks.modified_tensors import modified_message
 from gradkit._checks.recomputations import refuse_checkpoint_error
-from gradkit._compat.autograd import current_pass, function_mode_enabled, record_stream, run_engine
+from gradkit._compat.autograd import (
+    current_pass,
+    function_mode_enabled,
+    record_stream,
+    run_engine,
+    tensor_hooks,
+)
 from gradkit._compat.distributed import full_tensor, is_dtensor
 from gradkit._compat.nodes import CHANGED
 from gradkit._compat.transforms import COMPILED_AUTOGRAD, autograd_grad, compiled_autograd_disabled
@@ -34,7 +40,7 @@ from gradkit._core.grad_recorder import (
     observers,
     what_begins,
 )
-from gradkit._core.graph import Subgraph
+from gradkit._core.graph import Subgraph, edge
 from gradkit._core.known_results import merged
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._state.grad_attribute import grads_put_back, set_grads
@@ -147,13 +153,41 @@ def run_backward(
     by_formula = call.create_graph and holds_formulas(call.whole)
     restoring = by_formula or (call.create_graph and call.functions.users)
     formulas = differentiated_by_formula(call.whole) if by_formula else INSIDE
+    leaves = [*call.whole.leaves.values()] if variables is None else variables
+    is_watched = call.create_graph and around(call) & HOOKS and _only_tensor_hooks(leaves)
     with _grads_restored_on_error(call) if restoring else INSIDE, formulas, INSIDE:
         try:
             options = retain_graph, call.create_graph
-            torch.autograd.backward(outputs, seeds, *options, inputs=variables)
+            if is_watched:
+                grads = run_grad(call, outputs, leaves, seeds, retain_graph=retain_graph)
+                _accumulate(leaves, grads)
+            else:
+                torch.autograd.backward(outputs, seeds, *options, inputs=variables)
         except RuntimeError as error:
             _raise_named(error, call)
             raise
+
+
+def _only_tensor_hooks(leaves: Sequence[Tensor]) -> bool:
+    """Return whether a pass that returns the gradients of these tensors runs all of their hooks."""
+    # It runs neither those of AccumulateGrad nodes nor those of `register_multi_grad_hook`.
+    return all(leaf.grad_fn is None for leaf in leaves) and not (
+        user_code.any_hooked_nodes(leaves)
+        or any(
+            getattr(hook, "__module__", None) == torch.autograd.graph.__name__
+            for leaf in leaves
+            for hook in (tensor_hooks(leaf) or {}).values()
+        )
+    )
+
+
+def _accumulate(leaves: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+    """Add to `.grad` what a pass has returned after it has run the hooks of these leaves."""
+    with torch.enable_grad():  # as the engine does it where a graph is recorded
+        for leaf, grad in zip(leaves, grads, strict=True):
+            if grad is not None:
+                node: Any = edge(leaf).node
+                node(grad)  # which runs hooks that are due after accumulation, and no others
 
 
 @contextmanager

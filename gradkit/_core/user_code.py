@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, lru_cache, partial
 from itertools import chain
+from operator import methodcaller
 from threading import Lock
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeAlias, TypeGuard, cast
@@ -147,7 +148,7 @@ def first_pre_hooked(leaves: Sequence[Tensor]) -> int | None:
     unknown = [leaf for leaf in leaves if leaf.grad_fn is None and id(leaf) not in clean]
     if not unknown:
         return None
-    first = _first_with_pre_hooks(_nodes_of_leaves(unknown))
+    first = _first_with_hooks(_nodes_of_leaves(unknown))
     if first is not None:
         return next(index for index, leaf in enumerate(leaves) if leaf is unknown[first])
     _looked_at = made, clean.union(map(id, unknown))
@@ -161,12 +162,27 @@ def _nodes_of_leaves(leaves: Sequence[Tensor]) -> list[Node]:
     return [edge(x).node for x in leaves]
 
 
-def _first_with_pre_hooks(nodes: Sequence[Node]) -> int | None:
-    """Return the index of the first node on which someone has registered a pre-hook."""
+def any_hooked_nodes(leaves: Sequence[Tensor]) -> bool:
+    """Return whether the AccumulateGrad node of a leaf has hooks, of either kind."""
+    nodes = _nodes_of_leaves(leaves)
+    return any(_first_with_hooks(nodes, of_kind=kind) is not None for kind in _NODE_HOOKS)
+
+
+def _do_nothing(*_: object) -> None:
+    pass
+
+
+_NODE_HOOKS = tuple(methodcaller(f"register_{kind}", _do_nothing) for kind in ("prehook", "hook"))
+
+
+def _first_with_hooks(
+    nodes: Sequence[Node], of_kind: Callable[[Node], RemovableHandle] = _NODE_HOOKS[0]
+) -> int | None:
+    """Return the index of the first node on which someone has registered a hook of a kind."""
     with _own_hooks.lock, INSIDE:
         for index, node in enumerate(nodes):
             # All that Python has registered there, ours among them until it is removed.
-            hooks = _removed(node.register_prehook(lambda _: None)).hooks_dict_ref()
+            hooks = _removed(of_kind(node)).hooks_dict_ref()
             _own_hooks.count += 1
             if hooks:
                 return index

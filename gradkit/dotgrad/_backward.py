@@ -71,8 +71,9 @@ def backward_(
         UnsupportedGraphError: `params` with a reentrant checkpoint, DistributedDataParallel or
             FSDP, where torch would silently not write `.grad`, or not reduce it; `create_graph`
             for parameters of these, which torch reduces without a graph, or through an operation
-            whose second derivative is silently wrong in torch. Or a checkpoint that recomputes
-            other tensors than its forward pass had, as far as that shows.
+            whose second derivative is silently wrong in torch, or a hook that returns a gradient
+            without a path to the one it was given. Or a checkpoint that recomputes other tensors
+            than its forward pass had, as far as that shows.
 
     Source:
         `torch.autograd.backward`, https://pytorch.org/docs/stable/generated/torch.autograd.backward.html

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 import gradkit
@@ -190,20 +191,36 @@ OUTER: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
+def grad_by_backward(loss: Tensor, w: Tensor) -> Tensor:
+    with warnings.catch_warnings(action="ignore"):  # about a cycle of references
+        gradkit.backward_(loss, create_graph=True)
+    grad, w.grad = w.grad, None
+    assert grad is not None
+    return grad
+
+
+INNER: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "value_and_grads": lambda loss, w: gradkit.value_and_grads(loss, w, create_graph=True)[1],
+    "per_loss_grads": lambda loss, w: gradkit.per_loss_grads(loss, w, create_graph=True),
+    "vjp": lambda loss, w: gradkit.vjp(loss, w, torch.ones_like(loss), create_graph=True),
+    "backward_": grad_by_backward,
+}
+
+
 @places
 @pytest.mark.parametrize("outer", OUTER)
+@pytest.mark.parametrize("inner", ["value_and_grads", "backward_"])
 def test_a_hook_does_not_change_the_derivative_of_what_it_made(
-    device: torch.device, place: str, outer: str
+    device: torch.device, place: str, outer: str, inner: str
 ) -> None:
     w = leaf(device)
     y, handle = PLACES[place](w * w, lambda grad: 10 * grad)
-    _, grad = gradkit.value_and_grads(y * y, w, create_graph=True)
+    grad = INNER[inner](y * y, w)
     with changed_again:
         OUTER[outer](grad, w)
     assert w.grad is None
-    if (
-        place != "module" and outer != "backward_"
-    ):  # a module has read its hooks in the forward pass
+    # A module has read its hooks in the forward pass.
+    if place != "module" and outer != "backward_":
         handle.remove()
         assert OUTER[outer](grad, w) == 120
     assert gradkit.func.hvp(lambda w: on_tensor(w * w, lambda g: 10 * g)[0] ** 2, w, w)[1] == 120
@@ -250,11 +267,6 @@ CUTTING: dict[str, Hook] = {
     "constant": torch.zeros_like,
     "in part": lambda grad: torch.ones_like(grad, requires_grad=True) * grad.detach(),
 }
-INNER: dict[str, Callable[[Tensor, Tensor], Any]] = {
-    "value_and_grads": lambda loss, w: gradkit.value_and_grads(loss, w, create_graph=True)[1],
-    "per_loss_grads": lambda loss, w: gradkit.per_loss_grads(loss, w, create_graph=True),
-    "vjp": lambda loss, w: gradkit.vjp(loss, w, torch.ones_like(loss), create_graph=True),
-}
 
 
 @pytest.mark.parametrize("place", [*PLACES, "param"])
@@ -274,6 +286,73 @@ def test_a_hook_that_cuts_the_graph(
         INNER[inner](loss, w)
     assert w.grad is None
     assert gradkit.value_and_grads(loss, w)[1] is not None
+
+
+def on_accumulation(w: Tensor, log: list[object]) -> None:
+    w.register_post_accumulate_grad_hook(lambda p: log.append(p.grad is not None))
+
+
+def on_many(w: Tensor, log: list[object]) -> None:
+    register_multi_grad_hook([w], lambda grads: log.append(len(grads)))
+
+
+def before_accumulation(w: Tensor, log: list[object]) -> None:
+    def scaled(grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        log.append("pre")
+        return (3 * grads[0],)
+
+    get_gradient_edge(w).node.register_prehook(scaled)
+
+
+def after_accumulation(w: Tensor, log: list[object]) -> None:
+    get_gradient_edge(w).node.register_hook(lambda *_: log.append("post"))
+
+
+def on_leaf(w: Tensor, log: list[object]) -> None:
+    def scaled(grad: Tensor) -> Tensor:
+        log.append("leaf")
+        return 3 * grad
+
+    w.register_hook(scaled)
+
+
+@pytest.mark.parametrize(
+    "register", [on_accumulation, on_many, before_accumulation, after_accumulation, on_leaf]
+)
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("inputs", [False, True])
+def test_a_pass_with_a_graph_accumulates_as_torch_does_with_hooks_of_leaves(
+    device: torch.device,
+    register: Callable[[Tensor, list[object]], None],
+    *,
+    accumulates: bool,
+    inputs: bool,
+) -> None:
+    def run(backward: Callable[[Tensor, Tensor], object]) -> tuple[list[object], list[Tensor]]:
+        w, log = leaf(device, 1.0, 0.3), list[object]()
+        node = get_gradient_edge(w).node  # holds the hooks of the node
+        register(w, log)
+        w.grad = torch.ones_like(w) if accumulates else None
+        y = w * w
+        y.register_hook(lambda grad: log.append(grad.tolist()))
+        with warnings.catch_warnings(action="ignore"):  # about a cycle of references
+            backward((y * y).sum(), w)
+        grad, w.grad = w.grad, None
+        assert grad is not None
+        grad.sum().backward(inputs=[w])
+        assert w.grad is not None
+        assert node is not None
+        return log, [grad, w.grad]
+
+    log, expected = run(
+        lambda loss, w: loss.backward(create_graph=True, inputs=[w] if inputs else None)
+    )
+    ours, grads = run(
+        lambda loss, w: gradkit.backward_(loss, w if inputs else None, create_graph=True)
+    )
+    assert ours == log
+    for grad, right in zip(grads, expected, strict=True):
+        assert torch.equal(grad, right)
 
 
 HARMLESS: dict[str, Hook] = {

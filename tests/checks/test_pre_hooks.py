@@ -39,13 +39,13 @@ CALLS: dict[str, Callable[[Tensor, Any], object]] = {
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[Node]:
     """The nodes that are looked at."""
     seen: list[Node] = []
-    look = user_code._first_with_pre_hooks
+    look = user_code._first_with_hooks
 
     def seen_by(nodes: Sequence[Node]) -> int | None:
         seen.extend(nodes)
         return look(nodes)
 
-    monkeypatch.setattr(user_code, "_first_with_pre_hooks", seen_by)
+    monkeypatch.setattr(user_code, "_first_with_hooks", seen_by)
     return seen
 
 
