@@ -238,8 +238,8 @@ class PassRunner:
                     retain_graph=True,
                     is_grads_batched=True,
                 )
-        with batched_mode() as level, hooks_refused():
-            grads = engine.run_batch(self.call, [output], variables, [as_batch(seeds, level)])
+        with batched_mode() as level, hooks_refused([output]) as roots:
+            grads = engine.run_batch(self.call, roots, variables, [as_batch(seeds, level)])
             with without_function_modes(), INSIDE:
                 size = len(seeds)
                 grads = [None if grad is None else from_batch(grad, level, size) for grad in grads]
