@@ -153,14 +153,22 @@ def run_backward(
     by_formula = call.create_graph and holds_formulas(call.whole)
     restoring = by_formula or (call.create_graph and call.functions.users)
     formulas = differentiated_by_formula(call.whole) if by_formula else INSIDE
-    leaves = [*call.whole.leaves.values()] if variables is None else variables
-    is_watched = call.create_graph and around(call) & HOOKS and _only_tensor_hooks(leaves)
+    by_engine = not (around(call) & SUBCLASSES or function_mode_enabled())
+    by_engine = by_engine and PLAIN_TYPES.issuperset(map(type, outputs))
+    leaves: list[Tensor] = []
+    if call.create_graph and around(call) & HOOKS:
+        leaves = [*call.whole.leaves.values()] if variables is None else variables
     with _grads_restored_on_error(call) if restoring else INSIDE, formulas, INSIDE:
         try:
             options = retain_graph, call.create_graph
-            if is_watched:
+            if leaves and _only_tensor_hooks(leaves):
                 grads = run_grad(call, outputs, leaves, seeds, retain_graph=retain_graph)
                 _accumulate(leaves, grads)
+            elif by_engine:
+                pairs = zip(outputs, seeds, strict=True)
+                cotangents = [torch.ones_like(x) if seed is None else seed for x, seed in pairs]
+                arguments = tuple(outputs), tuple(cotangents), *options, tuple(variables or ())
+                run_engine(*arguments, True, accumulate=True)
             else:
                 torch.autograd.backward(outputs, seeds, *options, inputs=variables)
         except RuntimeError as error:

@@ -260,7 +260,7 @@ class PassRunner:
             ids = set(map(id, variables))
             hidden = [one.hidden for one in leaves_of_functions(self.call)]
             others = {key: leaf for each in hidden for key, leaf in each.items() if key not in ids}
-        with grads_put_back([*others.values()]):
+        with grads_put_back([*others.values()]) if others else INSIDE:
             engine.run_backward(self.call, outputs, seeds, variables, retain_graph=retain)
 
 

@@ -106,18 +106,16 @@ def forward_line(node: Node) -> str | None:
     return ": ".join(lines[:2]).removeprefix("File ") or None
 
 
-def run_engine(*arguments: Any) -> tuple[Tensor | None, ...]:
+def run_engine(*arguments: Any, accumulate: bool = False) -> tuple[Tensor | None, ...]:
     """Run the engine: outputs, cotangents, retain_graph, create_graph, inputs, allow_unused."""
-    # What torch.autograd.grad does once it has read its arguments, which takes it 13 us and 0.5 us
-    # an input. Plain tensors only. In between torch has a function that logs each node when asked,
-    # and passes context variables on to the threads of devices: 6 us where the caches are cold.
+    # What torch.autograd.grad and backward do once they have read their arguments, which takes them
+    # 13 us and 0.5 us an input. Plain tensors only. In between torch has a function that logs each
+    # node when asked, and passes context variables on to the threads of devices: 6 us where the
+    # caches are cold.
     on_device = _may_have_device_threads(backend_registration._privateuse1_backend_name)
-    grads: tuple[Tensor | None, ...]
-    if on_device or _log.isEnabledFor(DEBUG):
-        grads = _engine_run_backward(*arguments, accumulate_grad=False)
-    else:
-        grads = _engine.run_backward(*arguments, accumulate_grad=False)
-    if on_device:
+    run = _engine_run_backward if on_device or _log.isEnabledFor(DEBUG) else _engine.run_backward
+    grads: tuple[Tensor | None, ...] = run(*arguments, accumulate_grad=accumulate)
+    if on_device and not accumulate:
         record_stream(grads)
     return grads
 
