@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,12 @@ from gradkit._compat.versions import is_mended
 
 # torch 2.11 gets second derivatives through DTensors wrong, and gradkit refuses them there.
 of_dtensors = pytest.mark.skipif(not is_mended("DTensor"), reason="torch gets them wrong")
+
+
+def others_slow(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
+    """Return parameters of a test, of which those that are not quick are for the slow tier."""
+    slow = pytest.mark.slow
+    return [value if value in quick else pytest.param(value, marks=slow) for value in values]
 
 
 def same_bits(a: Tensor | None, b: Tensor | None) -> bool:

@@ -128,7 +128,12 @@ def nodes_of_functions(call: Call) -> list[Node]:
     if not call.functions.users:
         return []
     if call.function_nodes is None:
-        if len(call.passes) > 1:  # whose graph has been walked
+        if not call.only_leaves:
+            below, users = call.graph.below, user_code.most_nodes_of_users()
+            above = (below(group).leading_to(params.variables) for group, params in call.passes)
+            executed = set[Node]().union(*above)
+            call.function_nodes = [node for node in executed if type(node) in users]
+        elif len(call.passes) > 1:  # whose graph has been walked
             call.function_nodes = functions_below(call.whole)
         else:
             roots = [call.outputs[index] for index in call.differentiated]

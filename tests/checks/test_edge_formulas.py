@@ -15,6 +15,7 @@ import gradkit
 from gradkit import func
 from gradkit._torch_bugs.table import FORMULAS
 from tests.checks.test_smooth_formulas import D, assert_derivatives, random
+from tests.helpers import others_slow
 
 Function = Callable[[Tensor], Tensor]
 SEEN = "an operation whose derivative torch gets right here"
@@ -272,7 +273,9 @@ def test_the_value_has_the_bits_and_the_strides_of_the_operation(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [name for name in VALUES if name != "gaussian_nll_loss"])
+@pytest.mark.parametrize(
+    "name", others_slow([name for name in VALUES if name != "gaussian_nll_loss"], ["vander", "pow"])
+)
 def test_they_are_compiled_in_one_graph(device: torch.device, name: str) -> None:
     x = (random(3, 4).abs() + 0.5).to(device)
 

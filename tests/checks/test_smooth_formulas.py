@@ -18,6 +18,7 @@ import gradkit
 from gradkit import func
 from gradkit._torch_bugs import formulas
 from gradkit._torch_bugs.table import FORMULAS
+from tests.helpers import others_slow
 
 D = torch.float64
 Scalar = Callable[[Tensor], Tensor]
@@ -498,7 +499,10 @@ def test_the_value_has_the_bits_and_the_strides_of_the_operation(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [name for name in VALUES if "index" not in name])
+@pytest.mark.parametrize(
+    "name",
+    others_slow([name for name in VALUES if "index" not in name], ["det", "sinc", "prod, dim"]),
+)
 def test_they_are_compiled_in_one_graph(device: torch.device, name: str) -> None:
     torch._dynamo.reset()  # it compiles one code object no more than eight times
     x = random(3, 4).index_fill(1, torch.tensor([1]), 0)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import subprocess
 import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import pytest
@@ -194,6 +197,32 @@ def test_what_is_put_in_order_lives_no_longer(device: torch.device) -> None:
             break
         time.sleep(0.01)
     assert not any(each() is not None for each in Watched.alive)
+
+
+def test_a_call_costs_no_more_after_a_long_history(device: torch.device) -> None:
+    """Functions below the variables, which the pass does not execute, are not looked at."""
+    w = torch.ones(2, device=device, requires_grad=True) * 1
+    costs: list[int] = []
+    for _ in range(120):
+        loss = (w * w).sum()
+        with calls_counted() as calls:
+            _, grads = gradkit.value_and_grads(loss, [w], create_graph=True)
+        w = Watched.apply(w - 1e-6 * grads[0])
+        costs += calls
+    assert min(costs[-5:]) < 1.2 * min(costs[15:20])  # a collection of garbage may add to one
+
+
+@contextmanager
+def calls_counted() -> Iterator[list[int]]:
+    """Yield a list that, after the block, has the number of Python functions that ran in it."""
+    count, result = itertools.count(), list[int]()
+    before = sys.getprofile()
+    sys.setprofile(lambda _, event, __: next(count) if event == "call" else None)
+    try:
+        yield result
+    finally:
+        sys.setprofile(before)
+        result.append(next(count))
 
 
 def sines(x: Tensor, count: int) -> Tensor:

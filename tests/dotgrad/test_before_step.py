@@ -12,7 +12,7 @@ from torch import Tensor, nn, optim
 
 import gradkit
 from tests.dotgrad.test_kernels import CLASSES, combinations
-from tests.helpers import assert_same_bits
+from tests.helpers import assert_same_bits, others_slow
 
 Scaler: Any = torch.amp.GradScaler
 
@@ -156,7 +156,9 @@ def tensors(params: Any, optimizer: Any) -> list[Tensor]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(
+    "dtype", others_slow([torch.bfloat16, torch.float16, torch.float64], [torch.bfloat16])
+)
 def test_states_of_another_dtype(device: torch.device, cls: Any, dtype: torch.dtype) -> None:
     """The bits of the loop; or refused, where torch raises with half of the step taken."""
     for hyper in combinations(cls):

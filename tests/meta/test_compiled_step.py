@@ -152,10 +152,9 @@ def damped(losses: Any, params: Any, x: Tensor, y: Tensor) -> Any:
     "direction",
     [
         clipped,
-        by_sample,
         *(
             pytest.param(fn, marks=pytest.mark.slow)
-            for fn in (weighted, aggregated, accumulated, damped)
+            for fn in (by_sample, weighted, aggregated, accumulated, damped)
         ),
     ],
 )

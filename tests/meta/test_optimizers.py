@@ -144,10 +144,16 @@ EPS = {optim.Adadelta: {"eps": 0.01}}  # so that differences see no kink
 WRITTEN = {optim.SGD: "sgd", optim.Adam: "adam", optim.AdamW: "adamw", optim.RMSprop: "rmsprop"}
 WRITTEN |= {optim.Adafactor: "adafactor"}
 WRAPPED = [cls for cls in CASES if cls not in WRITTEN]
+
+
+def name_of_case(value: Any) -> str:
+    return value.__name__ if isinstance(value, type) else "-".join(value) or "default"
+
+
 every_case = pytest.mark.parametrize(
     ("cls", "hyper"),
     [(cls, hyper) for cls, hypers in CASES.items() for hyper in hypers],
-    ids=lambda v: v.__name__ if isinstance(v, type) else "-".join(v) or "default",
+    ids=name_of_case,
 )
 every_class = pytest.mark.parametrize("cls", CASES, ids=lambda cls: cls.__name__)
 
@@ -437,7 +443,15 @@ def test_the_first_momentum_step_keeps_its_gradient(device: torch.device, steps:
 
 
 @pytest.mark.long
-@every_case
+@pytest.mark.parametrize(
+    ("cls", "hyper"),
+    [
+        pytest.param(cls, hyper, marks=() if hyper is hypers[0] else pytest.mark.slow)
+        for cls, hypers in CASES.items()
+        for hyper in hypers
+    ],
+    ids=name_of_case,
+)
 def test_a_dead_unit_leaves_meta_gradients_finite_and_right(
     device: torch.device, cls: Any, hyper: dict[str, Any]
 ) -> None:

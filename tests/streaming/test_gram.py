@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import gradkit
 from gradkit._autograd.consume_on_arrival import ConsumingRunner
 from gradkit._autograd.passes import PassRunner
-from tests.helpers import Halve, unchanged
+from tests.helpers import Halve, others_slow, unchanged
 from tests.strategies import Program, build, programs
 
 
@@ -364,7 +364,7 @@ CONSUMED: dict[str, Callable[[dict[str, Tensor], nn.Module], Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # which torch's tracing reads
-@pytest.mark.parametrize("name", CONSUMED)
+@pytest.mark.parametrize("name", others_slow(CONSUMED, CONSUMED.keys() - {"gram, one at a time"}))
 def test_under_compiled_autograd(device: torch.device, name: str) -> None:
     compiled_autograd = pytest.importorskip("torch._dynamo.compiled_autograd")
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).to(device)
