@@ -72,30 +72,27 @@ def _refuse_entry(frame: FrameType, event: str, _: object) -> None:
     """Raise before the first line of a hook that a pass of this thread calls with a batch."""
     # A hook may count its calls, or remove itself, before it computes. Below a profiler, the guard
     # alone refuses it.
-    caller, is_engine = frame.f_back, frame.f_code.co_name in _ENGINE
-    if event == "call" and caller and caller.f_code.co_name in _ENGINE and not is_engine:
-        _refuse_batches(frame)
-
-
-_refusing: set[int] = set()  # the numbers of passes whose hooks run in the threads of devices
-
-
-def _refuse_first_entry(frame: FrameType, event: str, _: object) -> None:
-    """Do the same in the thread of the roots' device, until no pass needs it any more."""
-    # In that of another device, the guard alone refuses a hook.
-    if not _refusing:
-        sys.setprofile(None)
-    elif event == "call" and frame.f_back is None and current_pass() in _refusing:
-        _refuse_batches(frame)
-
-
-def _refuse_batches(frame: FrameType) -> None:
+    names = [one.f_code.co_name for one in (frame, frame.f_back) if one is not None]
+    if event != "call" or names[0] in _ENGINE or not _ENGINE.issuperset(names[1:]):
+        return
     # Through torch.autograd.function the engine calls the backward of a Function, which is no hook.
     of_function = "gradkit.", "torch.autograd.function"
     if not str(frame.f_globals.get("__name__")).startswith(of_function):
         given = [frame.f_locals.get(name) for name in frame.f_code.co_varnames]
         if any(map(is_batch, pytree.tensors(given))):
             raise HookInBatchError(_HOOK)
+
+
+_refusing: set[int] = set()  # the numbers of passes whose hooks run in the threads of devices
+
+
+def _refuse_first_entry(frame: FrameType, event: str, arg: object) -> None:
+    """Do the same in the thread of the roots' device, until no pass needs it any more."""
+    # In that of another device, the guard alone refuses a hook.
+    if not _refusing:
+        sys.setprofile(None)
+    elif current_pass() in _refusing:
+        _refuse_entry(frame, event, arg)
 
 
 class _HookGuard(TorchFunctionMode):

@@ -128,8 +128,7 @@ class SamplePass(Generic[Result]):
                 self._add(node, grads.pop(0))
             for number in list(self._parts):
                 self._finish(number)  # of which a use was not reached
-            for result in self._finished.values():
-                record_stream(_tensors(result))
+            record_stream(chain.from_iterable(map(_tensors, self._finished.values())))
         if not retain:
             release(captured)
         return self._finished

@@ -101,7 +101,7 @@ def refuse_other_tensors(call: Call, *, thorough: bool = False) -> None:
             got = f"one changed in place since: {without_hint(error)}"
             fix = "take the gradients before the write; or give the checkpoint a copy, h.clone()"
             raise UnsupportedGraphError(message(where, f"{expected}forward pass", got, fix))
-    elsewhere = bool(frames) and rng.any_accelerator()
+    elsewhere = bool(frames) and len(rng.states()) > 1  # on an accelerator
     for frame in frames:
         if elsewhere or not checkpoints.preserves_rng_state(frame):
             _refuse_other_draws(frame, call.losses.path(call.differentiated[0]))

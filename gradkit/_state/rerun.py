@@ -170,7 +170,8 @@ class RerunState:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         _refuse_capture()
         self._rng = rng.states()
-        devices = {one.type for one in (*(t.device for t in tensors), *rng.devices(self._rng))}
+        every: list[Any] = [*(t.device for t in tensors), *(one for one, _ in self._rng)]
+        devices = {one.type for one in every}
         self._autocast = list(map(_autocast, devices))
         self._kernels = attention_kernels()
         self._writes = _StorageWrites()
