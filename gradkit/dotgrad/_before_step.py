@@ -160,7 +160,11 @@ def what_is_stepped(optimizer: Any) -> tuple[Any, ...]:
     """Return what tells whether a parameter, a state or the kernel is another than before."""
     groups, (states,) = optimizer.param_groups, map(values_of, (optimizer.state,))
     owned = [*chain(*map(params_of, groups))]
-    ids, flags = map(id, chain(owned, *map(values_of, states))), map(flags_of, groups)
+    try:
+        ids: list[Any] = [*map(id, chain(owned, *map(values_of, states)))]
+    except (AttributeError, RuntimeError, TypeError):  # an entry of the state is of no parameter
+        ids = [object()]
+    flags = map(flags_of, groups)
     return (*ids, *map(dtype_of, owned), *map(device_of, owned[:1]), *flags)
 
 

@@ -119,8 +119,11 @@ def step_by_kernels(optimizer: Any, grads: Sequence[Tensor | None], *, may_write
     # Only while the states are what they were at the last look; as `what_is_stepped` has it, in the
     # same order, without a Python call more.
     owned, (states,) = [*chain(*map(params_of, groups))], map(values_of, (optimizer.state,))
-    ids, flags = map(id, chain(owned, *map(values_of, states))), map(flags_of, groups)
-    seen = (*ids, *map(dtype_of, owned), *map(device_of, owned[:1]), *flags)
+    try:
+        ids, flags = map(id, chain(owned, *map(values_of, states))), map(flags_of, groups)
+        seen = (*ids, *map(dtype_of, owned), *map(device_of, owned[:1]), *flags)
+    except (AttributeError, RuntimeError, TypeError):  # an entry of the state is of no parameter
+        return False
     is_known = seen in looked_at and looked_at[seen]() is optimizer
     if not is_known and not states_fit(optimizer, seen):
         return False

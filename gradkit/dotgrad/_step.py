@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain, compress
 from operator import attrgetter, eq, is_, is_not, methodcaller
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -28,14 +28,7 @@ from gradkit._state.grad_attribute import grads_put_back, set_grads, write_all
 from gradkit.dotgrad._before_step import check_scaler, look_at_states
 from gradkit.dotgrad._kernels import KERNELS, step_by_kernels
 from gradkit.dotgrad._matching import Pairs, match, path_of, read_grad_leaves, read_leaves, unique
-from gradkit.errors import (
-    LeafTypeError,
-    OptionError,
-    StructureError,
-    UnsupportedOptimizerError,
-    describe,
-    message,
-)
+from gradkit.errors import OptionError, StructureError, UnsupportedOptimizerError, describe, message
 from gradkit.tree._norms import clip_by_global_norm
 
 _values: Callable[[dict[str, Any]], Iterable[Any]] = methodcaller("values")
@@ -61,7 +54,10 @@ def _are_alike(leaves: Sequence[Tensor], grads: list[Tensor]) -> bool:
 def _are_written(grads: Iterable[Any], optimizer: Optimizer, own_params: Iterable[Tensor]) -> bool:
     """Return whether a gradient is a tensor that a step of the optimizer writes on."""
     states = chain.from_iterable(map(_values, optimizer.state.values()))
-    return not set(map(id, chain(own_params, states))).isdisjoint(map(id, grads))
+    try:
+        return not set(map(id, chain(own_params, states))).isdisjoint(map(id, grads))
+    except (AttributeError, RuntimeError, TypeError):  # an entry of the state is of no parameter
+        return True
 
 
 _STEPS = "an optimizer whose step() updates the parameters"
@@ -138,7 +134,6 @@ def step_(
 
     Raises:
         GradkitError: As in `write_grads_`.
-        LeafTypeError: A gradient is sparse, and there is a `max_norm`.
         OptionError: `scaler` is not a GradScaler, has scaled nothing, or has not been updated since
             the last step; or `max_norm` is not a number of at least 0.
         StructureError: The optimizer does not have one of the parameters that have a gradient; or
@@ -164,8 +159,6 @@ def step_(
     if scaler is not None and all(grad is None for _, grad in pairs):
         fix = "skip the step, and scaler.update()"
         raise StructureError(message("grads", "a gradient to unscale", "None everywhere", fix))
-    if max_norm is not None:
-        _refuse_sparse(opened, pairs)
     assign = partial(write_all, pairs)
     return take_steps([optimizer], own_params, [p for p, _ in pairs], assign, scaler, max_norm)
 
@@ -209,8 +202,10 @@ def take_steps(
 def _clip(params: list[Tensor], max_norm: float | Tensor) -> Tensor:
     """Clip the gradients of the params, and return their norm before."""
     present = [param for param in params if param.grad is not None]
-    grads = [param.grad for param in present]
-    if torch_has_norm(grads):
+    grads: list[Any] = [param.grad for param in present]
+    # Torch clips sparse gradients, too, from 2.14 on.
+    are_dense = all(grad.layout == torch.strided for grad in grads)
+    if are_dense and torch_has_norm(grads):
         return full_tensor(clip_grad_norm_(present, max_norm))  # type: ignore[arg-type]
     clipped, norm = clip_by_global_norm(grads, max_norm)
     set_grads(present, clipped)
@@ -266,13 +261,14 @@ def check_arguments(
             fix = f"pass the optimizer first: gradkit.{name}(optimizer, {rest})"
         elif hasattr(optimizer, "optimizer"):
             fix = "pass the optimizer itself, and call the scheduler's step() as before"
-        expected, got = "a torch.optim.Optimizer", describe(optimizer)
-        raise UnsupportedOptimizerError(message("optimizer", expected, got, fix))
+        _refuse(optimizer, fix)
     if scaler is not None and not isinstance(scaler, GradScaler):
         expected, fix = "a torch.amp.GradScaler or None", "scaler=torch.amp.GradScaler()"
         raise OptionError(message("scaler", expected, describe(scaler), fix))
     if type(optimizer) in KERNELS and is_step_of_class(optimizer):
         return
+    if not all(isinstance(group, Mapping) for group in optimizer.param_groups):
+        _refuse(optimizer, "an optimizer whose param_groups are dicts with 'params', as torch's")
     _check_wrapper(optimizer, unscales_or_clips=not (scaler is None and max_norm is None))
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -280,6 +276,11 @@ def check_arguments(
         got = f"{type(optimizer).__name__}, whose step needs a closure that computes them anew"
         fix = "with capture_grads(params): optimizer.step(closure)"
         raise UnsupportedOptimizerError(message("optimizer", expected, got, fix))
+
+
+def _refuse(optimizer: Any, fix: str) -> NoReturn:
+    expected, got = "a torch.optim.Optimizer", describe(optimizer)
+    raise UnsupportedOptimizerError(message("optimizer", expected, got, fix))
 
 
 def _pairs_of_optimizer(params: Params, pairs: Pairs, own_params: Iterable[Tensor]) -> Pairs:
@@ -303,13 +304,3 @@ _OF_OTHER_PARAMS = (
     "make an optimizer of these parameters, torch.optim.SGD(model.parameters(), lr=0.1): this one "
     "has none of those with a gradient, as one of another model or of a copy"
 )
-
-
-def _refuse_sparse(params: Params, pairs: Pairs) -> None:
-    """Raise if a gradient has no norm that torch can clip."""
-    for leaf, grad in pairs:
-        if grad is not None and grad.layout != torch.strided:
-            fix = "clipped, _ = gradkit.tree.clip_by_global_norm(grads, max_norm), and no max_norm"
-            expected, where = "dense gradients, which torch clips", path_of(params, leaf)
-            got = f"{describe(grad)}, {grad.layout}"
-            raise LeafTypeError(message(where, expected, got, fix))

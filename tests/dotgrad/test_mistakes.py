@@ -192,19 +192,90 @@ def test_a_step_with_a_scaler_that_raises_can_be_tried_again(
     assert torch.equal(weight_after(0), torch.full((2,), -1.0, device=device))
 
 
-def test_sparse_gradients_and_max_norm(device: torch.device) -> None:
-    """torch's clip_grad_norm_ has no norm of them."""
-    table = nn.Embedding(4, 2, sparse=True, device=device)
-    optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
-    loss = table(torch.tensor([1, 2], device=device)).sum()
-    _, grads = gradkit.value_and_grads(loss, table)
-    match = r"params\['weight'\]: .*sparse_coo(?s:.*)clip_by_global_norm"
-    with unchanged(table.weight), pytest.raises(gradkit.LeafTypeError, match=match):
-        gradkit.step_(optimizer, table, grads, max_norm=1.0)
-    before = table.weight.detach().clone()
-    clipped, _ = gradkit.tree.clip_by_global_norm(grads, 1.0)
-    gradkit.step_(optimizer, table, clipped)
-    assert torch.allclose(torch.linalg.norm(before - table.weight), torch.ones((), device=device))
+@pytest.mark.parametrize("call", ["step_", "minimize_"])
+@pytest.mark.parametrize("max_norm", [1.0, 5.0])
+def test_sparse_gradients_are_clipped(device: torch.device, call: str, max_norm: float) -> None:
+    """As the same dense ones, beside others; torch's clip_grad_norm_ takes them from 2.14 on."""
+
+    def stepped(*, sparse: bool) -> tuple[Tensor, list[Tensor]]:
+        table = nn.Embedding(4, 2, sparse=sparse, device=device)
+        layer = nn.Linear(2, 1, device=device)
+        for p in (*table.parameters(), *layer.parameters()):
+            p.data.fill_(0.5)
+        params = [*table.parameters(), *layer.parameters()]
+        optimizer = torch.optim.SGD(params, lr=1.0)
+        loss = layer(table(torch.tensor([1, 2, 2], device=device))).sum()
+        if call == "minimize_":
+            _, norm = gradkit.minimize_(optimizer, loss, max_norm=max_norm)
+        else:
+            _, grads = gradkit.value_and_grads(loss, params)
+            kept = grads[0].clone()
+            norm = gradkit.step_(optimizer, params, grads, max_norm=max_norm)
+            assert torch.equal(grads[0].to_dense(), kept.to_dense())
+        return norm, [p.detach() for p in params]
+
+    for ours, right in zip(stepped(sparse=True), stepped(sparse=False), strict=True):
+        torch.testing.assert_close(ours, right)
+
+
+class Counting(torch.optim.SGD):
+    """Keeps something in its state that belongs to no parameter."""
+
+    first: Any = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["steps"] = self.state.get("steps", self.first) + 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "number", "text", "on torch's own"])
+@pytest.mark.parametrize("call", ["step_", "minimize_"])
+def test_a_state_of_no_parameter(device: torch.device, kind: str, call: str) -> None:
+    def run(step: Callable[[Any, Tensor], object]) -> Tensor:
+        w = torch.ones(2, device=device, requires_grad=True)
+        cls: Any = torch.optim.SGD if kind == "on torch's own" else Counting
+        optimizer = cls([w], 0.1, momentum=0.9)
+        if kind == "text":
+            optimizer.state["note"] = "text"
+        elif kind != "number":
+            optimizer.state["steps"] = torch.zeros(1, device=device)
+        for _ in range(3):
+            step(optimizer, w)
+        return w.detach()
+
+    def by_loop(optimizer: Any, w: Tensor) -> None:
+        optimizer.zero_grad()
+        (w * w).sum().backward()
+        optimizer.step()
+
+    def by_gradkit(optimizer: Any, w: Tensor) -> None:
+        if call == "minimize_":
+            gradkit.minimize_(optimizer, (w * w).sum())
+        else:
+            gradkit.step_(optimizer, [w], gradkit.value_and_grads((w * w).sum(), [w])[1])
+
+    assert torch.equal(run(by_gradkit), run(by_loop))
+
+
+class OfTuples:
+    """An optimizer of another library, whose groups are tuples of tensors."""
+
+    def __init__(self, params: Any) -> None:
+        self.param_groups = [tuple(params)]
+
+    def step(self) -> None:
+        raise AssertionError
+
+
+def test_an_optimizer_that_is_not_torch_s(device: torch.device) -> None:
+    model, _, loss, grads = trained(device)
+    optimizer: Any = OfTuples(model.parameters())
+    refused = pytest.raises(gradkit.UnsupportedOptimizerError, match=r"OfTuples(?s:.*)dicts with")
+    with unchanged(*model.parameters()):
+        with refused:
+            gradkit.minimize_(optimizer, loss)
+        with refused:
+            gradkit.step_(optimizer, model, grads)
 
 
 def test_backward_refuses_a_leaf_that_was_cast(device: torch.device) -> None:
