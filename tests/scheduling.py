@@ -28,3 +28,6 @@ class Scheduling(LoadGroupScheduling):
     def _reschedule(self, node: WorkerController) -> None:
         if node in self.registered_collections:
             super()._reschedule(node)
+            if self._pending_of(self.assigned_work[node]) == 1:
+                # It begins a test once it has the next one, or is told that there is none.
+                super()._reschedule(node)

@@ -31,12 +31,13 @@ def test_after(number):
 
 
 @pytest.mark.slow
-def test_the_rest_runs_on(device: torch.device, tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_the_rest_runs_on(device: torch.device, tmp_path: Path, workers: str) -> None:
     (tmp_path / "test_hanging.py").write_text(TESTS)
     (tmp_path / "conftest.py").write_text("from tests.conftest import *\n")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "GRADKIT_EMULATE": ""}
     command = [sys.executable, "-m", "pytest", *_pytest(sys.executable)[3:]]
-    options = ["--limit", "3", "-n", "2", "-c", str(ROOT / "pyproject.toml"), "--rootdir", "."]
+    options = ["--limit", "3", "-n", workers, "-c", str(ROOT / "pyproject.toml"), "--rootdir", "."]
     run = subprocess.run(
         [*command, *options, "test_hanging.py"],
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False,
