@@ -143,6 +143,10 @@ class _TorchRule:
             done = [self._step(*call, create_graph) for call in calls]
             new, states = (list(chain.from_iterable(parts)) for parts in zip(*done, strict=True))
             return new, {"torch": states}
+        except KeyError as error:
+            expected, got = f"the entry {error} of each leaf, for these hyper-parameters", "none"
+            fix = "state = opt.init(params), of this optimizer"
+            raise errors.StructureError(message("state", expected, got, fix)) from error
         except (RuntimeError, IndexError) as error:
             if not transforms() or isinstance(error, errors.GradkitError):
                 raise
@@ -205,11 +209,33 @@ class _TorchRule:
         for one in ({}, *numbers):
             self._temporary([torch.zeros(1, 1)], {**scalars, **one}, False)
 
+    def misfit(self, leaf: Tensor, entries: object) -> tuple[str, str, str] | None:
+        """Return where the state of a leaf is not one of the class, what it should be, and is."""
+        if not isinstance(entries, Mapping):
+            return "", "a dict, empty before the first step", describe(entries)
+        for key, start in self._entries.items() if entries else ():
+            entry = entries.get(key)
+            if start.dim() == 0:
+                expected = f"one number, as every {self.optimizer.__name__} has"
+                fits = entry.numel() == 1 if isinstance(entry, Tensor) else is_number(entry)
+            else:
+                expected = f"a tensor of shape {tuple(leaf.shape)}"
+                fits = isinstance(entry, Tensor) and entry.shape == leaf.shape
+            if not fits:
+                return f"[{key!r}]", expected, describe(entry)
+        return None
+
+    @cached_property
+    def _entries(self) -> dict[str, Tensor]:
+        """The entries that every tensor has: numbers, and tensors of its shape."""
+        one, two = (self._torch_state(torch.zeros([2] * dim), {}) for dim in (1, 2))
+        both = {key: x for key, x in two.items() if key in one and isinstance(x, Tensor)}
+        return {key: x for key, x in both.items() if x.dim() == 0 or x.shape == (2, 2)}
+
     @cached_property
     def _counters(self) -> set[str]:
         """The names of the state entries that are one number for each leaf."""
-        state = self._torch_state(torch.zeros(2, 2), {})
-        return {k for k, v in state.items() if isinstance(v, Tensor) and v.dim() == 0}
+        return {key for key, x in self._entries.items() if x.dim() == 0}
 
     def _first_state(self, param: Tensor, hyper: Settings) -> TorchState:
         """Return the state that torch starts with, its counters in float64."""

@@ -226,6 +226,14 @@ def read_state(opt: Optimizer, state: object, leaves: Leaves, spec: Structure) -
     }
     if opt.checks_ranges:  # a written one: those of others have entries of any kind
         _check_entries(opt, columns, leaves, spec)
+    misfit = getattr(opt.rule, "misfit", None)
+    for index, leaf in enumerate(leaves) if misfit else ():
+        found = misfit(leaf, columns["torch"][index]) if misfit and leaf is not None else None
+        if found:
+            key, expected, got = found
+            where = pytree.path(spec, index, "state['torch']") + key
+            fix = "state = opt.init(params), of these params and this optimizer"
+            raise errors.StructureError(message(where, expected, got, fix))
     return columns
 
 
@@ -243,7 +251,8 @@ def _check_entries(opt: Optimizer, columns: StateLists, leaves: Leaves, spec: St
                     fits = isinstance(of_start := start(leaf), Tensor)
                     fits = fits and entry.shape == of_start.shape
             else:
-                fits = is_number(entry) if is_count else entry is None and is_optional
+                fits = entry is None and is_optional
+                fits = is_number(entry) and entry >= 0 if is_count else fits
             if not fits:
                 where = pytree.path(spec, index, f"state[{name!r}]")
                 expected = "a count" if is_count else f"a tensor of shape {tuple(leaf.shape)}"

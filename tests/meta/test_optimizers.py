@@ -1137,3 +1137,40 @@ def test_counts_of_a_class_of_torch(device: torch.device, cls: Any, kind: Any) -
     got, after = opt.step(new, x, {"torch": {**entry, "step": step}})
     assert_close([got], [expected], 1e-14)
     assert after["torch"]["step"] == 2
+
+
+@pytest.mark.parametrize(
+    "cls", [optim.NAdam, optim.RAdam, optim.ASGD, optim.Rprop], ids=lambda cls: cls.__name__
+)
+def test_entries_of_a_state_that_do_not_fit_are_named(device: torch.device, cls: Any) -> None:
+    params = {"a": torch.ones(2, device=device), "b": None}
+    opt = meta.from_torch(cls)
+    _, state = opt.step(params, params, opt.init(params))
+    entries: dict[str, Tensor] = state["torch"]["a"]
+    rest = {name: {k: x for k, x in entries.items() if k != name} for name in entries}
+    for key, wrong in [
+        *((key, {**entries, key: torch.ones(3, device=device)}) for key in entries),
+        *((key, {**entries, key: "text"}) for key in entries),
+        *rest.items(),
+    ]:
+        match = rf"^state\['torch'\]\['a'\]\['{key}'\]: expected"
+        with pytest.raises(gradkit.StructureError, match=match):
+            opt.step(params, params, {"torch": {"a": wrong, "b": None}})
+
+
+def test_an_entry_that_hyper_parameters_need_is_named(device: torch.device) -> None:
+    class Plain(optim.NAdam):
+        def step(self, closure: Any = None) -> Any:
+            _ = [self.state[p]["more"] for g in self.param_groups for p in g["params"]]
+
+    w = torch.ones(2, device=device)
+    opt = meta.from_torch(Plain)
+    with pytest.raises(gradkit.StructureError, match=r"state: expected the entry 'more'"):
+        opt.step(w, w, opt.init(w))
+
+
+@pytest.mark.parametrize("make", [meta.adam, meta.adamw])
+def test_a_count_below_zero_is_refused(device: torch.device, make: Any) -> None:
+    w, opt = torch.ones(2, device=device), make(lr=0.1)
+    with pytest.raises(gradkit.StructureError, match=r"state\['step'\]: expected a count"):
+        opt.step(w, w, {**opt.init(w), "step": -1})
