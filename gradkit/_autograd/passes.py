@@ -76,7 +76,7 @@ from gradkit._core.user_code import hooks_registered
 from gradkit._state.grad_attribute import grads_put_back
 from gradkit._state.hook_tables import hooks_kept, same_hooks_in_each_pass
 
-_version, _requires_grad, _is_cpu = map(attrgetter, ("_version", "requires_grad", "is_cpu"))
+_version, _requires_grad = attrgetter("_version"), attrgetter("requires_grad")
 
 
 def side_effects(
@@ -345,8 +345,10 @@ def weighted_outputs(
 def values_of(losses: Losses, create_graph: bool) -> PyTree:
     """Return the tree of the losses' values: the losses themselves, or detached copies."""
     values = losses.leaves
-    if not all(map(_is_cpu, values)):
-        record_stream(values)
+    for value in values:
+        if not value.is_cpu:
+            record_stream(values)
+            break
     if not create_graph:
         is_plain = PLAIN_TYPES.issuperset(map(type, values)) and not in_dual_level()
         detached = map(Tensor.detach, values) if is_plain else map(_detached, values)

@@ -20,16 +20,15 @@ def states() -> States:
     # Of every one, as a function may draw on a device that none of its arguments is on.
     every = [torch.device("cpu")]
     kind = torch.accelerator.current_accelerator()
-    if kind is not None and hasattr(module := _accelerator(), "get_rng_state"):
+    if kind is not None and hasattr(module := _module(kind), "get_rng_state"):
         every += [torch.device(kind.type, index) for index in range(module.device_count())]
     return states_of(every)
 
 
-def _accelerator() -> Any:
-    """Return torch's module for the accelerator; None before its first use."""
-    kind = torch.accelerator.current_accelerator()
-    module = None if kind is None else torch.get_device_module(kind)
-    return module if module and getattr(module, "is_initialized", module.is_available)() else None
+def _module(kind: torch.device) -> Any:
+    """Return torch's module for a kind of accelerator; None before its first use."""
+    module = torch.get_device_module(kind)
+    return module if getattr(module, "is_initialized", module.is_available)() else None
 
 
 def states_of(generators: Iterable[torch.device | Generator]) -> States:
@@ -71,7 +70,8 @@ def restore(saved: States) -> None:
 
 def is_capturing() -> bool:
     """Return whether a CUDA graph is being captured here, which records what runs, and no state."""
-    return bool(getattr(_accelerator(), "is_current_stream_capturing", bool)())
+    kind = torch.accelerator.current_accelerator()
+    return kind is not None and getattr(_module(kind), "is_current_stream_capturing", bool)()
 
 
 def _state(one: torch.device | Generator) -> Tensor:
