@@ -111,8 +111,9 @@ $(VENV)/demo: $(VENV)/constraints.txt
 	PIP_CONSTRAINT=$(CONSTRAINTS) $(PIP) -e '.[examples]'
 	touch $@
 
-$(VENV)/ready: $(VENV)/constraints.txt tools/migrate/pyproject.toml
-	PIP_CONSTRAINT=$(CONSTRAINTS) $(PIP) -e '.[test,examples,plot,docs]' -e tools/migrate
+$(VENV)/ready: $(VENV)/constraints.txt $(wildcard tools/*/pyproject.toml)
+	PIP_CONSTRAINT=$(CONSTRAINTS) $(PIP) -e '.[test,examples,plot,docs]' \
+		$(addprefix -e tools/,migrate parity doctor)
 	touch $(VENV)/demo $@
 
 # The virtual environment, and nothing run.

@@ -235,7 +235,6 @@ def draw_call() -> None:
 
 ROOMS = {
     "__main__": "python -m gradkit",
-    "_doctor": "common confusions, run here",
     "report": "explain, conflicts, compare",
     "meta": "unroll, implicit, optimizers, tasks",
     "eager": "value_and_grads, ...",

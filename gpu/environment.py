@@ -28,7 +28,8 @@ def _make(folder: Path, python: Path, wheels: Sequence[Path]) -> None:
     packages = sysconfig.get_path("purelib", "venv", {"base": str(folder)})
     # Not `system_site_packages`: where this Python is itself of a virtual environment, those are
     # the packages of another. What is added so comes after the wheels; gradkit is the checkout.
-    lines = [str(ROOT), *(f"import site; site.addsitedir({path!r})" for path in _packages())]
+    checkout = [str(ROOT), *(str(ROOT / "tools" / name) for name in ("doctor", "parity"))]
+    lines = [*checkout, *(f"import site; site.addsitedir({path!r})" for path in _packages())]
     (Path(packages) / "beneath.pth").write_text("\n".join(lines) + "\n", encoding="utf-8")
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
     options = ["--disable-pip-version-check", "--no-cache-dir", "--no-index", "--no-deps"]

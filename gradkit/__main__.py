@@ -1,72 +1,28 @@
-"""`python -m gradkit` shows what is installed, and runs common mistakes about gradients.
+"""`python -m gradkit` runs the doctor, and `python -m gradkit migrate` rewrites training loops.
 
-`python -m gradkit migrate` rewrites training loops, where gradkit-migrate is installed.
-
-The twelve mistakes of docs/confusions.md run on every device here: the output shows what torch
-does, what gradkit returns, and whether both are as expected.
+Short, as each is a package of its own: `gradkit_doctor` and `gradkit_migrate`, where installed.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
-import torch
-
-from gradkit._doctor.report import available_devices, doctor_report
+from gradkit.errors import not_installed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command, and return the exit status: 0 if everything is as expected, 1 if not."""
+    """Run the command, and return its exit status: 2 also where it is not installed."""
     given = sys.argv[1:] if arguments is None else list(arguments)
-    if given[:1] == ["migrate"]:
-        return _migrate(given[1:])
-    options = _parser().parse_args(given)
-    report = doctor_report(options.device or available_devices())
+    migrates = given[:1] == ["migrate"]
     try:
-        print(report.as_json() if options.json else report)
-        sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has read all it wants
-        # Python flushes once more as it exits, which would raise again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0 if report.equal else 1
-
-
-def _migrate(arguments: Sequence[str]) -> int:
-    """Run the command of the other distribution, or say how to get it."""
-    try:
-        from gradkit_migrate.command import main as migrate
+        run = import_module("gradkit_migrate.command" if migrates else "gradkit_doctor.__main__")
     except ImportError:
-        fix = "pip install ./tools/migrate in a checkout of gradkit"
-        print(f"gradkit-migrate is not installed: {fix}", file=sys.stderr)
+        print(not_installed("migrate" if migrates else "doctor"), file=sys.stderr)
         return 2
-    return migrate(arguments)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m gradkit",
-        description=__doc__,
-        epilog="exit status: 0 if everything is as expected, 1 if not, 2 if misused",
-    )
-    where = "where to run, such as cpu or cuda:1; the default is every device here"
-    parser.add_argument("--device", nargs="+", type=_device, help=where)
-    help_json = "print JSON, with every value and the expected one"
-    parser.add_argument("--json", action="store_true", help=help_json)
-    return parser
-
-
-def _device(name: str) -> torch.device:
-    """Return a device that holds numbers here."""
-    try:
-        device = torch.device(name)
-        torch.zeros((), device=device).item()
-    except Exception:  # what torch raises depends on the kind of device
-        allowed = " or ".join(map(str, available_devices()))
-        raise argparse.ArgumentTypeError(f"{name} is not available, use {allowed}") from None
-    return device
+    status: int = run.main(given[1:]) if migrates else run.main(given, "python -m gradkit")
+    return status
 
 
 if __name__ == "__main__":

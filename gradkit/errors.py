@@ -100,6 +100,10 @@ class GradientCheckError(GradkitError, AssertionError):
         self.difference, self.operation = difference, operation
 
 
+class _NotInstalledError(GradkitError, ImportError):
+    """A package that belongs to gradkit, and is installed by itself, is not installed."""
+
+
 class GradkitWarning(UserWarning):
     """A fallback that costs time, a solve that has not converged, or a mistake in your code."""
 
@@ -107,6 +111,12 @@ class GradkitWarning(UserWarning):
 def message(where: str, expected: str, got: str, do: str) -> str:
     """Return an error's text: the path of the leaf, what was expected, what came, what to do."""
     return f"{where}: expected {expected}, got {got}.\n  What to do: {do}"
+
+
+def not_installed(tool: str) -> GradkitError:
+    """Return the error that says how to get a package of `tools/`."""
+    fix = f"pip install ./tools/{tool} in a checkout of gradkit"
+    return _NotInstalledError(f"gradkit-{tool} is not installed: {fix}")
 
 
 def describe(value: object) -> str:
@@ -140,7 +150,7 @@ def warn_fallback(text: str) -> None:
     warnings.warn(text, GradkitWarning, stacklevel=level_of_the_caller())
 
 
-_NOT_THE_CALLER = {"gradkit", "torch", "contextlib"}  # the last ends a block of ours
+_NOT_THE_CALLER = {"gradkit", "gradkit_parity", "torch", "contextlib"}  # the last ends our blocks
 
 
 def level_of_the_caller() -> int:

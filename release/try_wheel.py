@@ -16,27 +16,7 @@ from pathlib import Path
 from sysconfig import get_path
 
 ROOT = Path(__file__).resolve().parents[1]
-# What is right; and two mistakes that the types have to find: an `ignore` too many is an error.
-PROGRAM = """
-from typing import TYPE_CHECKING
-
-import torch
-from torch import nn
-
-import gradkit
-
-model = nn.Linear(2, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-loss = model(torch.ones(4, 2)).square().mean()
-value, grads = gradkit.value_and_grads(loss, model)
-norm = gradkit.step_(optimizer, model, grads, max_norm=1.0)
-w = torch.ones(2, requires_grad=True)
-per_loss = gradkit.per_loss_grads({"a": w.sum(), "b": (w * w).sum()}, w, unused="zeros")
-
-if TYPE_CHECKING:
-    gradkit.value_and_grads(loss, model, unused="zero")  # type: ignore[call-overload]
-    gradkit.step_(optimizer, model, grads, max_norm="1")  # type: ignore[arg-type]
-"""
+PROGRAM = ROOT / "release" / "user_program.py"
 
 
 def main(wheel: Path) -> None:
@@ -54,7 +34,7 @@ def main(wheel: Path) -> None:
             raise SystemExit(f"the wheel is not what is imported, but {found}")
         tests = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not processes"]
         subprocess.run([*tests, "tests/test_public.py"], cwd=folder, check=True)
-        (folder / "program.py").write_text(PROGRAM, encoding="utf-8")
+        shutil.copy(PROGRAM, folder / "program.py")
         types = [sys.executable, "-m", "mypy", "--strict", "--python-executable", python]
         subprocess.run([*types, "program.py"], cwd=folder, check=True)
         subprocess.run([python, "program.py"], cwd=folder, check=True)

@@ -16,7 +16,8 @@ from tests import house
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "gradkit"
-TOOL = ROOT / "tools" / "migrate" / "gradkit_migrate"  # which reads source, and runs no torch
+TOOLS = ROOT / "tools"
+RUN_TORCH = [TOOLS / "doctor" / "gradkit_doctor", TOOLS / "parity" / "gradkit_parity"]
 TESTS = sorted(ROOT.glob("tests/**/test_*.py"))
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -39,12 +40,16 @@ def parsed(path: Path) -> ast.Module:
 
 @cache
 def sources() -> dict[Path, ast.Module]:
-    return {path: parsed(path) for path in PACKAGE.rglob("*.py")}
+    return {path: parsed(path) for folder in (PACKAGE, *RUN_TORCH) for path in folder.rglob("*.py")}
 
 
 def room(path: Path) -> str:
     """Return the folder of the package that a file is in; a file beside the folders is its own."""
-    return path.relative_to(PACKAGE).parts[0]
+    return inside(path).parts[0]
+
+
+def inside(path: Path) -> Path:
+    return path.relative_to(PACKAGE if path.is_relative_to(PACKAGE) else TOOLS)
 
 
 def at(path: Path, node: ast.stmt | ast.expr, text: str) -> str:
@@ -95,7 +100,7 @@ def used_of_torch(path: Path) -> Iterator[tuple[ast.stmt | ast.expr, str]]:
 def test_torch_s_engine_is_called_in_one_room(device: torch.device) -> None:
     broken = []
     for path, tree in sources().items():
-        if room(path) in {"_autograd", "_doctor"}:  # the second are programs of users
+        if room(path) in {"_autograd", "doctor"}:  # the second are programs of users
             continue
         calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
         used = {id(node): name for node, name in used_of_torch(path)}
@@ -129,7 +134,7 @@ def test_dot_grad_is_written_in_one_room(device: torch.device) -> None:
     broken = [
         at(path, part, ".grad =")
         for path, tree in sources().items()
-        if room(path) not in {"_state", "_doctor"}
+        if room(path) not in {"_state", "doctor"}
         for node in ast.walk(tree)
         for target in assigned(node)
         for part in ast.walk(target)
@@ -150,7 +155,7 @@ def test_optree_is_imported_in_one_file(device: torch.device) -> None:
             if isinstance(node, ast.ImportFrom):
                 modules = [node.module or ""]
             if any(module.split(".")[0] == "optree" for module in modules):
-                broken.append(path.relative_to(PACKAGE).as_posix())
+                broken.append(inside(path).as_posix())
     assert set(broken) == {"_core/pytree.py"}
 
 
@@ -187,7 +192,7 @@ def test_private_attributes_of_nodes_are_read_in_one_file(device: torch.device) 
     private = ("_saved_", "_raw_saved_", "_input_metadata")
     broken = []
     for path, tree in sources().items():
-        if path.relative_to(PACKAGE).as_posix() == "_compat/nodes.py":
+        if inside(path).as_posix() == "_compat/nodes.py":
             continue
         for node in ast.walk(tree):
             name = node.value if isinstance(node, ast.Constant) else getattr(node, "attr", None)
@@ -220,7 +225,7 @@ def test_the_package_is_within_its_budget(device: torch.device) -> None:
 
 
 def test_a_file_is_neither_long_nor_short_without_a_reason(device: torch.device) -> None:
-    files = [*sources(), *TOOL.rglob("*.py")]
+    files = [*PACKAGE.rglob("*.py"), *TOOLS.glob("*/gradkit_*/**/*.py")]
     lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in files}
     long = {str(p.relative_to(ROOT)): n for p, n in lengths.items() if n > house.LONGEST}
     assert long == {}
@@ -261,11 +266,13 @@ def functions(body: list[ast.stmt], inside: tuple[str, ...] = ()) -> Iterator[tu
 
 
 def is_public(path: Path, name: str, public: set[tuple[str, str]]) -> bool:
-    module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    parts = path.with_suffix("").relative_to(ROOT).parts
+    module = ".".join(parts[2:] if path.is_relative_to(TOOLS) else parts).removesuffix(".__init__")
     owner, _, last = name.rpartition(".")
     if last.startswith("_") and not last.startswith("__"):
         return False
     hidden = any(part.startswith("_") and part != "__main__" for part in module.split("."))
+    hidden |= path.is_relative_to(TOOLS)
     return not hidden or (module, name) in public or (module, owner) in public
 
 
@@ -287,7 +294,7 @@ def test_names_are_the_field_s(device: torch.device) -> None:
             name = getattr(node, "id", getattr(node, "attr", getattr(node, "name", None)))
             if isinstance(node, ast.arg):
                 name = node.arg
-            if name == "target" and room(path) == "_doctor":
+            if name == "target" and room(path) == "doctor":
                 continue
             if name in FORBIDDEN and isinstance(node, ast.stmt | ast.expr | ast.arg):
                 broken.append(f"{path.relative_to(ROOT)}:{node.lineno}: {name}")
@@ -308,7 +315,7 @@ def test_tests_stand_in_the_rooms_that_they_try(device: torch.device) -> None:
         "fuzz",
         "transformers",
     }
-    beside |= {"test_public.py", "test_house.py", "test_release.py"}
+    beside |= {"doctor", "test_public.py", "test_house.py", "test_release.py"}
     assert folders - rooms - beside == set()
 
 

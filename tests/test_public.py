@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -43,9 +44,12 @@ META = {
     "mean_value_and_grads", "adafactor", "lion", "muon", "schedule_free_adamw",
 }  # fmt: skip
 DIST = {
-    "BatchPart", "Layout", "ParityDifference", "ParityReport", "all_reduce", "gram",
-    "make_functional", "parity", "per_loss_grads", "simultaneous_grads", "value_and_grads",
+    "all_reduce", "gram", "make_functional", "per_loss_grads", "simultaneous_grads",
+    "value_and_grads",
 }  # fmt: skip
+PARITY = {"BatchPart", "Layout", "ParityDifference", "ParityReport", "parity"}
+if find_spec("gradkit_parity"):  # a package of its own
+    DIST |= PARITY
 FUNC = {
     "value_and_grads", "per_loss_grads", "per_sample_grads", "hvp", "make_functional", "vjp", "jvp",
     "ggn_vp", "check_grads", "staged_value_and_grads", "linearize", "checkpoint",
@@ -62,7 +66,7 @@ def test_all_is_what_there_is(device: torch.device) -> None:
     public = {name for name, value in shown.items() if name in NAMES or not inspect.ismodule(value)}
     assert public == NAMES
     with pytest.raises(AttributeError, match="no attribute 'missing'"):
-        _ = gradkit.missing
+        getattr(gradkit, "missing")  # noqa: B009
     assert set(gradkit.tree.__all__) == TREE
     assert set(gradkit.func.__all__) == FUNC
     assert set(gradkit.meta.__all__) == META
@@ -123,3 +127,28 @@ def test_importing_brings_torch_and_optree_and_nothing_else(device: torch.device
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "['gradkit']"
+
+
+def test_names_of_a_package_that_is_missing_say_how_to_get_it(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "gradkit_parity", None)
+    monkeypatch.setitem(sys.modules, "gradkit_parity.comparison", None)
+    said = r"gradkit-parity is not installed: pip install \./tools/parity in a checkout of gradkit"
+    for name in PARITY:
+        with pytest.raises(gradkit.GradkitError, match=said) as raised:
+            getattr(gradkit.distributed, name)
+        assert isinstance(raised.value, ImportError)
+    with pytest.raises(ImportError, match=said):
+        exec("from gradkit.distributed import parity")
+    assert not hasattr(gradkit.distributed, "another")
+
+
+@pytest.mark.processes
+def test_meta_opens_gradkit_distributed_where_a_group_is_given(device: torch.device) -> None:
+    code = (
+        "import sys, gradkit.meta;"
+        "print([name for name in sys.modules if name.startswith('gradkit.distributed')])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import FrameType
@@ -103,13 +103,7 @@ class _HookGuard(TorchFunctionMode):
         self.has_met = False
 
     @leave_uncompiled
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch, unless an argument is a batch."""
         kwargs = kwargs or {}
         if any(map(is_batch, pytree.tensors((args, kwargs)))):
@@ -231,13 +225,7 @@ class WriteFinder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._copied: dict[int, tuple[Tensor, Tensor]] = {}
 
     @leave_uncompiled
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and note the tensors that it writes on."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)

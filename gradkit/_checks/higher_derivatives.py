@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeAlias, cast
@@ -346,13 +346,7 @@ class _KeptConstants(TorchFunctionMode):
         self._attach, self._note_write = attach, note_write
 
     @leave_uncompiled
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch; what is made of kept tensors alone counts as one of them."""
         leaves, spec = pytree.flatten((list(args), dict(kwargs or {})))
         here = [id(x) in self._kept and not x.requires_grad for x in leaves]

@@ -155,16 +155,6 @@ def _change_modes(change: Callable[[list[TorchFunctionMode]], None]) -> None:
         pass
 
 
-def is_ordinary(tensor: Tensor) -> bool:
-    """Return whether a tensor is no transform's, and no mode around sees or changes what runs."""
-    return not (
-        torch.is_inference_mode_enabled()
-        or torch._C._is_torch_function_mode_enabled()
-        or forward_ad._current_level >= 0
-        or _functorch.is_gradtrackingtensor(tensor)
-    )
-
-
 def detach_keep_tangent(tensor: Tensor) -> Tensor:
     """Return what `detach` does, or a copy that keeps the tangent of forward mode."""
     if not in_dual_level():

@@ -34,7 +34,7 @@ CapturedObject: TypeAlias = Tensor | nn.Module | Generator
 
 _MAX_DEPTH = 4
 _MAX_DEPTH_OF_FEW, _FEW = 8, 100  # deeper are methods of objects in containers of objects
-_LIBRARIES = {"gradkit", "torch"}
+_LIBRARIES = {"gradkit", "gradkit_parity", "torch"}
 _MAX_LENGTH = 10_000  # a longer container is data, and not searched
 
 

@@ -62,7 +62,7 @@ _TORCHS = frozenset(_OF_EVERY_MODULE)
 _HOOK_TABLES = [name for name in _OF_EVERY_MODULE if name.endswith("hooks")]
 _TABLES = ["_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"]
 _CONTAINERS = frozenset({list, dict, OrderedDict, defaultdict, Counter, set, deque})
-_LIBRARIES = frozenset({"torch", "numpy", "gradkit", *sys.stdlib_module_names})
+_LIBRARIES = frozenset({"torch", "numpy", "gradkit", "gradkit_parity", *sys.stdlib_module_names})
 _DEPTH, _LONGEST = 5, 10_000  # what is longer is data, and no state
 LARGEST_STATE = 1 << 16  # elements of a tensor; a larger one is data, too
 

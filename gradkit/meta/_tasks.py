@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -19,8 +19,6 @@ from gradkit._core.params import Tensors
 from gradkit._core.pytree import PyTree
 from gradkit._core.results_without_graph import with_zero_derivatives
 from gradkit._state.snapshot import put_back
-from gradkit.distributed import all_reduce
-from gradkit.distributed._agreement import failures_reported, require_group
 from gradkit.errors import OptionError, StructureError, describe, message
 from gradkit.func import _vmap_or_loop
 from gradkit.func._arguments import Arguments, read_arguments
@@ -101,9 +99,8 @@ def mean_value_and_grads(
         expected, got = "a positive int or None", repr(tasks_at_once)
         raise OptionError(message("tasks_at_once", expected, got, "tasks_at_once=None"))
     options.check_option("randomness", randomness, _vmap_or_loop.RANDOMNESS)
-    ranks = None if group is None else require_group(group, "gradkit.meta.mean_value_and_grads")
-    with nullcontext() if ranks is None else failures_reported(ranks):
-        outer = read_arguments((params,), 0, "params", allow_distributed=ranks is not None)
+    with nullcontext() if group is None else _failures_reported(group):
+        outer = read_arguments((params,), 0, "params", allow_distributed=group is not None)
         batch = _read_tasks(tasks, in_dims)
         try:
             with put_back(meta_loss_fn):
@@ -117,7 +114,7 @@ def mean_value_and_grads(
                 raise StructureError(message("tasks", _STACKED, got, _STACK)) from error
             raise
     count: float | Tensor = batch.size
-    if ranks is not None:
+    if group is not None:
         names = list(map(outer.path, range(len(outer.variables))))
         totals, count = _over_ranks(["value", *names], totals, batch.size, group)
     value, *grads = totals
@@ -125,10 +122,19 @@ def mean_value_and_grads(
     return ((mean, aux) if has_aux else mean), mean_grads
 
 
+def _failures_reported(group: Any) -> AbstractContextManager[object]:
+    """Return the block in which a rank that fails is reported to the others."""
+    from gradkit.distributed._agreement import failures_reported, require_group
+
+    return failures_reported(require_group(group, "gradkit.meta.mean_value_and_grads"))
+
+
 def _over_ranks(
     names: list[str], totals: Tensors, count: int, group: Any
 ) -> tuple[Tensors, Tensor]:
     """Return the sums over all ranks, and the number of their tasks, from one reduction."""
+    from gradkit.distributed import all_reduce
+
     # By name: of the params that some ranks have frozen, others of one shape may take the place.
     dtype = torch.promote_types(totals[0].dtype, torch.float32)  # half precision cannot count
     number = torch.tensor(float(count), dtype=dtype, device=totals[0].device)

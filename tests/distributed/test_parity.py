@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gradkit
-from gradkit.distributed import BatchPart, Layout, ParityReport, _parity, parity
-from gradkit.distributed._layout_run import ranks
-from gradkit.distributed._parity_report import Suspects, difference
+from gradkit.distributed import BatchPart, Layout, ParityReport, parity
+from gradkit_parity import comparison
+from gradkit_parity.layout_run import ranks
+from gradkit_parity.report import Suspects, difference
 from tests.distributed import parity_programs as programs
 from tests.distributed.parity_programs import bugged
 from tests.processes import forking
@@ -279,8 +279,8 @@ def test_refusals_come_before_anything_runs(
     def never(*args: Any, **options: Any) -> None:
         raise AssertionError("something ran")
 
-    monkeypatch.setattr(_parity, "ranks", never)
-    monkeypatch.setattr(_parity, "run_parts", never)
+    monkeypatch.setattr(comparison, "ranks", never)
+    monkeypatch.setattr(comparison, "run_parts", never)
     options = {"build": programs.build, "step": programs.step} | options
     with pytest.raises(gradkit.OptionError, match=f"(?s){text}"):
         parity(**options)
@@ -355,7 +355,7 @@ def shared() -> Iterator[Any]:
 @pytest.fixture
 def over_ranks(shared: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ParityReport]:
     """`parity` on processes that have started."""
-    monkeypatch.setattr(_parity, "ranks", lambda size, timeout: contextlib.nullcontext(shared))
+    monkeypatch.setattr(comparison, "ranks", lambda size, timeout: contextlib.nullcontext(shared))
     return parity
 
 
@@ -511,8 +511,6 @@ def test_wrong(parity):
 def test_the_plugin(tmp_path: Path, option: tuple[str, ...]) -> None:
     (tmp_path / "test_it.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-q", "-rs"]
-    if not entry_points(group="pytest11", name="gradkit"):  # installed before there was one
-        command += ["-p", "gradkit._pytest_plugin"]
     command += ["-p", "no:cacheprovider", "--rootdir", str(tmp_path), *option, str(tmp_path)]
     root = Path(gradkit.__file__).parents[1]
     run = subprocess.run(command, capture_output=True, text=True, cwd=root, check=False)
@@ -525,3 +523,22 @@ def test_the_plugin(tmp_path: Path, option: tuple[str, ...]) -> None:
         assert run.returncode == 0, run.stdout + run.stderr
         assert "2 skipped" in run.stdout
         assert "pytest --gradkit-parity" in run.stdout
+
+
+IMPORTS_NOTHING = """
+import sys
+
+def test_nothing_of_gradkit_but_the_plugin() -> None:
+    ours = {name for name in sys.modules if name.partition(".")[0].startswith("gradkit")}
+    assert ours == {"gradkit_parity", "gradkit_parity.plugin"}
+    assert "torch" not in sys.modules
+"""
+
+
+@pytest.mark.processes
+def test_pytest_with_the_plugin_imports_no_gradkit(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(IMPORTS_NOTHING)
+    options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(tmp_path)]
+    command = [sys.executable, "-m", "pytest", *options]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr

@@ -31,7 +31,7 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
-ROOMS = sorted((ROOT / "gradkit").rglob("*.py"))
+ROOMS = sorted([*(ROOT / "gradkit").rglob("*.py"), *ROOT.glob("tools/parity/*/*.py")])
 
 # What may stand behind the three backticks. Only "python" runs; a "{...}" is a directive of MyST.
 LANGUAGES = {"python", "diff", "text", "console", "bash", "toml", "svg"}

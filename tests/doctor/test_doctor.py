@@ -18,7 +18,9 @@ from torch import Tensor
 
 import gradkit
 from gradkit.__main__ import main
-from gradkit._doctor.report import (
+from gradkit.retain import RetainedGrads
+from gradkit_doctor import __main__ as doctor
+from gradkit_doctor.report import (
     CONFUSIONS,
     EXTRAS,
     Finding,
@@ -29,7 +31,6 @@ from gradkit._doctor.report import (
     json_value,
     text,
 )
-from gradkit.retain import RetainedGrads
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -121,7 +122,7 @@ def test_a_reader_that_stops_early_gets_no_traceback(
 ) -> None:
     """As in `python -m gradkit | head`: the exit status is still the report's."""
     found = doctor_report([device])
-    monkeypatch.setattr("gradkit.__main__.doctor_report", lambda devices: found)
+    monkeypatch.setattr(doctor, "doctor_report", lambda devices: found)
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w", encoding="utf-8") as closed:
@@ -306,14 +307,28 @@ def test_a_missing_extra_is_said_to_be(
     assert "plot: no-such-package missing" in out
 
 
-def test_migrate_says_how_to_get_it(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("arguments", "tool", "module"),
+    [
+        (["migrate", "train.py"], "migrate", "gradkit_migrate.command"),
+        ([], "doctor", "gradkit_doctor.__main__"),
+        (["--json"], "doctor", "gradkit_doctor.__main__"),
+    ],
+)
+def test_a_command_that_is_not_installed_says_how_to_get_it(
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    tool: str,
+    module: str,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "gradkit_migrate.command", None)
-    assert main(["migrate", "train.py"]) == 2
+    monkeypatch.setitem(sys.modules, module, None)
+    assert main(arguments) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
-    assert "pip install ./tools/migrate" in err
+    assert f"gradkit-{tool} is not installed: pip install ./tools/{tool}" in err
+    assert (ROOT / "tools" / tool / "pyproject.toml").exists()
 
 
 def test_the_text(device: torch.device, capsys: pytest.CaptureFixture[str]) -> None:
@@ -361,8 +376,9 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.processes
-def test_it_runs_as_a_module(device: torch.device) -> None:
-    done = run("-m", "gradkit", "--json", "--device", str(device))
+@pytest.mark.parametrize("module", ["gradkit", "gradkit_doctor"])
+def test_it_runs_as_a_module(device: torch.device, module: str) -> None:
+    done = run("-m", module, "--json", "--device", str(device))
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert json.loads(done.stdout)["equal"] is True

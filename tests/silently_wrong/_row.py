@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from gradkit._compat.versions import Release, release
-from gradkit._doctor.report import json_value, text
+from gradkit_doctor.report import json_value, text
 from tests.silently_wrong._issues import ISSUES
 
 # What the rows were run with. A row runs with what is installed, and fails when that has mended it.

@@ -16,17 +16,6 @@ from torch import nn
 
 from gradkit._compat.dynamo import disable_compile
 from gradkit._core.call import check_function, check_option, is_number, is_positive_int
-from gradkit.distributed._layout_run import BatchPart, Layout, Program, RankRun, ranks, run_parts
-from gradkit.distributed._parity_report import (
-    COARSE,
-    FLOOR,
-    TOLERANCE,
-    Grads,
-    ParityDifference,
-    ParityReport,
-    Suspects,
-    difference,
-)
 from gradkit.errors import (
     CollectiveError,
     OptionError,
@@ -35,6 +24,17 @@ from gradkit.errors import (
     describe,
     first_line,
     message,
+)
+from gradkit_parity.layout_run import BatchPart, Layout, Program, RankRun, ranks, run_parts
+from gradkit_parity.report import (
+    COARSE,
+    FLOOR,
+    TOLERANCE,
+    Grads,
+    ParityDifference,
+    ParityReport,
+    Suspects,
+    difference,
 )
 
 
@@ -50,7 +50,7 @@ def _fsdp(module: nn.Module, mesh: Any) -> nn.Module:
 
 
 def _compiled(module: nn.Module, mesh: Any) -> nn.Module:
-    module.compile(backend="aot_eager")  # which needs no C++ compiler
+    module.compile(backend="aot_eager")  # this backend needs no C++ compiler
     return module
 
 
@@ -58,7 +58,7 @@ def _checkpointed(module: nn.Module, mesh: Any) -> nn.Module:
     from torch.utils.checkpoint import checkpoint
 
     for child in list(module.children()) or [module]:
-        if type(child).forward is nn.Module.forward:  # of a ModuleList, say, which is not called
+        if type(child).forward is nn.Module.forward:  # nobody calls a container: a ModuleList, say
             _checkpointed(child, mesh)
         else:
             child.forward = partial(checkpoint, child.forward, use_reentrant=False)
@@ -205,7 +205,7 @@ class _Comparison:
         sizes = {name: size for name, size in sizes.items() if size > 1}
         count = layout.parts(0, len(runs))[0].count
         alone: list[list[Grads]] = [[], []]
-        with contextlib.suppress(Exception):  # where the step does not take such a part
+        with contextlib.suppress(Exception):  # the step may not take such a part
             for part in (BatchPart(index, count) for index in range(count)):
                 alone[0].append(run_parts(self.program, _SINGLE, [part]).grads)
         for name in self.single.losses:

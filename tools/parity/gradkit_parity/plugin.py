@@ -1,6 +1,7 @@
 """The plugin for pytest: `pytest --gradkit-parity`, and the fixture `parity`.
 
-Short, as `gradkit.distributed.parity` does the work; nothing else in gradkit imports pytest.
+Short, as `comparison.py` does the work. pytest imports this file in every project, so only a test
+that takes the fixture imports gradkit.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from gradkit.distributed import ParityReport
+    from gradkit_parity.report import ParityReport
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -25,10 +26,10 @@ def parity(request: pytest.FixtureRequest) -> Callable[..., ParityReport]:
     """Return `gradkit.distributed.parity`, which fails the test where gradients differ."""
     if not request.config.getoption("--gradkit-parity"):
         pytest.skip("needs pytest --gradkit-parity")
-    from gradkit import distributed
+    from gradkit_parity import comparison
 
     def checked(*args: Any, **options: Any) -> ParityReport:
-        report = distributed.parity(*args, **options)
+        report = comparison.parity(*args, **options)
         if not report.same:
             pytest.fail(str(report), pytrace=False)
         return report

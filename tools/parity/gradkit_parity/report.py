@@ -13,11 +13,11 @@ from gradkit._core.tables import Block, Report, Table, folded, listed, plural, s
 
 Grads: TypeAlias = Mapping[str, Tensor]  # of float64 or complex128, on the CPU
 
-# The largest difference, relative to the norm of the expected gradient: rounding, summed in another
-# order, and of a factor such as a root of two it leaves no doubt.
+# A difference is rounding, as sums in another order have it, up to this part of the norm of the
+# expected gradient. A factor such as a root of two is far above it.
 TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4}
-COARSE = 2e-2  # of float16 and bfloat16
-FLOOR = 1e-3  # of the norm of all gradients: below it, a gradient's own norm may be rounding
+COARSE = 2e-2  # the same for float16 and bfloat16
+FLOOR = 1e-3  # a gradient whose norm is below this part of that of all may itself be rounding
 
 
 @dataclass(frozen=True)

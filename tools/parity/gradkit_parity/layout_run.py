@@ -23,7 +23,7 @@ from gradkit._autograd.engine import reference_backward
 from gradkit._compat.distributed import full_tensor
 from gradkit.errors import StructureError, describe, first_line, message
 
-_START = datetime.timedelta(minutes=2)  # in which a process imports torch and the user's modules
+_START = datetime.timedelta(minutes=2)  # a process imports torch and the user's modules meanwhile
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def run_parts(
     mesh: Any = None, only: str | None = None, run: RankRun | None = None,
 ) -> RankRun:  # fmt: skip
     """Run the step of each part on a module built and wrapped anew, and return its gradients."""
-    # `only`: one of the losses that the step returns by name. `run` is filled also if this raises.
+    # `only` names one of the losses that the step returns. `run` is filled also if this raises.
     run, group = run or RankRun(), None if mesh is None else dist.new_group(backend="gloo")
     with torch.random.fork_rng([]), torch.inference_mode(False), torch.enable_grad():
         torch.manual_seed(program.seed)
@@ -144,7 +144,7 @@ def _backward(result: Any, run: RankRun, micro_batches: int, only: str | None) -
             raise StructureError(message(f"step(): {name}", "a tensor", describe(loss), fix))
     chosen = [*losses.values()] if only is None else [losses[only]]
     with_graph = [loss / micro_batches for loss in chosen if loss.requires_grad]
-    if with_graph or only is None:  # as in their sum, one without a graph says nothing
+    if with_graph or only is None:  # a lone loss without a graph is a constant of their sum
         reference_backward(with_graph or chosen)
 
 
@@ -157,7 +157,7 @@ def _read_grads(module: nn.Module, run: RankRun, group: Any) -> None:
     if before != run.trained:
         raise RuntimeError("the step has changed requires_grad")
     everywhere = set.intersection(*map(set, _of_all_ranks(run.reached, group)))
-    for name in filter(everywhere.__contains__, params):  # in one order: these are collectives
+    for name in filter(everywhere.__contains__, params):  # ranks take part in one order
         grad = full_tensor(params[name].grad).detach().to_dense().cpu()
         run.grads[name] = grad.to(torch.complex128 if grad.is_complex() else torch.float64)
 
@@ -182,7 +182,7 @@ def _random_state() -> bytes:
 def ranks(size: int, timeout: float) -> Iterator[Callable[[Program, Layout], list[RankRun]]]:
     """Start processes; yield what runs a layout on all of them, in a process group of its own."""
     earlier = {*multiprocessing.active_children()}
-    # A pool for each: a process is the same rank in all layouts, and one that dies ends no other.
+    # Each rank has a pool: its process is the same in all layouts, and ends no other if it dies.
     pools = [_started() for _ in range(size)]
 
     def run(program: Program, layout: Layout) -> list[RankRun]:
@@ -203,14 +203,14 @@ def ranks(size: int, timeout: float) -> Iterator[Callable[[Program, Layout], lis
 def _started() -> ProcessPoolExecutor:
     context, dtype = multiprocessing.get_context("spawn"), torch.get_default_dtype()
     pool = ProcessPoolExecutor(1, context, _prepare, (dtype,))
-    pool.submit(os.getpid)  # so that it starts now
+    pool.submit(os.getpid)  # the first task starts the process
     return pool
 
 
 def _submitted(pools: list[ProcessPoolExecutor], rank: int, given: Any) -> Future[RankRun]:
     try:
         return pools[rank].submit(_rank, rank, *given)
-    except BrokenProcessPool:  # by an earlier layout
+    except BrokenProcessPool:  # an earlier layout has ended the process
         pools[rank] = _started()
         return pools[rank].submit(_rank, rank, *given)
 
@@ -223,7 +223,7 @@ def _result(future: Future[RankRun]) -> RankRun:
 
 
 def _prepare(dtype: torch.dtype) -> None:
-    # Imported while there is a group, it would keep the group, and the connections, for good.
+    # The module keeps the group of its import, and the connections, for good: there is none yet.
     from torch.distributed.nn import functional  # noqa: F401
 
     torch.set_num_threads(1)
@@ -238,7 +238,7 @@ def _rank(
     run, limit = RankRun(), datetime.timedelta(seconds=timeout)
     try:
         store = dist.FileStore(rendezvous, size)  # type: ignore[attr-defined]
-        store.set(f"started {rank}", "")  # for which others wait longer than for a collective
+        store.set(f"started {rank}", "")  # others wait longer for this than for a collective
         store.wait([f"started {other}" for other in range(size)], limit + _START)
         dist.init_process_group("gloo", None, limit, size, rank, store)
         mesh = dist.device_mesh.init_device_mesh("cpu", (size,))

@@ -28,7 +28,7 @@ import gradkit
 JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
 
 CONFUSIONS: list[dict[str, str]] = tomllib.loads(
-    resources.files("gradkit._doctor").joinpath("confusions.toml").read_text(encoding="utf-8")
+    resources.files("gradkit_doctor").joinpath("confusions.toml").read_text(encoding="utf-8")
 )["confusion"]
 _CHECK = re.compile(r"(torch|gradkit): (.+) => (.+) == (.+)")
 

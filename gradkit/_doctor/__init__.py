@@ -1,1 +1,0 @@
-"""The doctor, `python -m gradkit`: what is installed, and common confusions, run live."""
