@@ -32,6 +32,7 @@ help:
 	@echo 'make test       all tests but the slow tier'
 	@echo 'make test-fast  under a minute, while you work'
 	@echo 'make test-slow  examples in full, other tools, sweeps'
+	@echo 'make accelerator  the tests on an emulated second device'
 	@echo 'make check      ruff, strict types, import-linter, docs with warnings as errors'
 	@echo 'make bench      what gradkit costs; ROOMS="training guarded" for some of it'
 	@echo 'make docs       the site, in docs/_build/html'
@@ -42,9 +43,27 @@ help:
 demo: $(VENV)/demo
 	$(BIN)/python examples/multitask_digits.py
 
-# Everything but the slow tier.
+# Everything but the slow tier; then some of it on a second kind of device, which is emulated.
 test: $(VENV)/ready
 	$(PYTEST) -m 'not slow'
+	GRADKIT_EMULATE=cuda $(PYTEST) $(ON_DEVICE) -k "not compiled" $(FEW_ON_DEVICE)
+
+# What runs on an emulated accelerator: processes of a group would be on the CPU.
+ON_DEVICE := -m 'not slow and not long and not processes' --hypothesis-profile fast
+# Those for which it makes a difference: streams, waits, threads of the engine, generators, ownership;
+# and one test at least of each call.
+FEW_ON_DEVICE := $(addprefix tests/,accelerator cuda retain/test_recorded_passes.py retain/test_retain.py \
+	state/test_after_errors.py state/test_random_states.py state/test_threads.py \
+	core/test_host_reads.py core/test_ownership.py eager/test_batched.py eager/test_laws.py \
+	eager/test_passes.py streaming/test_gram.py streaming/test_reduced.py streaming/test_samples.py \
+	checks/test_hooks_in_passes.py autograd/test_functions_that_write_grad.py)
+
+# All quick tests on an emulated accelerator, of a kind that torch knows and of one that it does not.
+.PHONY: accelerator
+accelerator: $(VENV)/ready
+	status=0; for kind in cuda npu; do GRADKIT_EMULATE=$$kind $(PYTEST) -m 'not slow and not processes' \
+		--hypothesis-profile fast --ignore-glob='tools/*' \
+		$(addprefix --ignore=tests/,docs benchmarks gpu) || status=1; done; exit $$status
 
 # For work in between: under a minute.
 test-fast: $(VENV)/ready

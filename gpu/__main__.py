@@ -16,6 +16,7 @@ from gpu import environment, limited, summary
 ROOT = environment.ROOT
 ENVIRONMENT = ROOT / ".gpu"
 SECONDS = 540.0  # of a part, the environment included: who calls may allow ten minutes
+LIMIT = 100  # of a test; one that hangs is killed, with its process, and the others go on
 SHARDS, BENCHES = 4, 2  # with versions.json and summary.md, eight files
 # Of tests that each machine runs in a minute or two.
 QUICK = ("tests/eager", "tests/tree", "tests/dotgrad", "tests/cuda", "tests/gpu")
@@ -99,7 +100,7 @@ def _pytest(python: str, *options: str) -> tuple[str, ...]:
     """Return the command that runs tests, with the name of each, to see where it was stopped."""
     workers = "-n", "auto", "--maxprocesses", "8", "--dist", "loadgroup"
     shown = "-v", "--tb=short", "--durations=15", "-p", "no:cacheprovider"
-    return python, "-m", "pytest", *workers, *shown, *options
+    return python, "-m", "pytest", *workers, *shown, "--limit", f"{LIMIT}", *options
 
 
 def _run(part: Part, results: Path, seconds: float) -> str:

@@ -76,12 +76,12 @@ class RetainedGrads:
         Of the tensor's shape and dtype, and of its strides if it is dense; None where no pass has
         reached the tensor.
         """
-        return self._map(lambda recorder: add_leaves(*recorder.passes), None)
+        return self._map(lambda recorder: add_leaves(*recorder.read()), None)
 
     @property
     def passes(self) -> PyTree:
         """A tree like `values`: for each tensor a tuple with the gradient of each pass."""
-        return self._map(lambda recorder: tuple(grad.clone() for grad in recorder.passes), ())
+        return self._map(lambda recorder: tuple(grad.clone() for grad in recorder.read()), ())
 
     @property
     def inputs(self) -> RetainedGrads:

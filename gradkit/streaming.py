@@ -13,7 +13,7 @@ from gradkit._autograd import gramian
 from gradkit._autograd.consume_on_arrival import ConsumingRunner
 from gradkit._autograd.passes import run_jointly
 from gradkit._checks.reachability import require_reached
-from gradkit._compat.autograd import storage_address
+from gradkit._compat.autograd import record_stream, storage_address
 from gradkit._compat.dynamo import disable_compile
 from gradkit._core import pytree
 from gradkit._core.call import (
@@ -103,6 +103,7 @@ def value_and_reduced_grads(
                 runner=partial(ConsumingRunner, consume=consume),
             )
             require_reached(result.call, result.grads)
+        record_stream(pytree.tensors(results))
         copies = partial(map, partial(pytree.map_tensors, Tensor.clone))
         return result.values, pytree.unflatten(opened.spec, opened.per_leaf(results, copies))
 

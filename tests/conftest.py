@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import platform
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from multiprocessing.util import get_temp_dir
+from typing import Any
 
 import optree
 import pytest
@@ -15,6 +18,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
+from tests.accelerator import build, emulation
+from tests.accelerator.unsupported import mark_unsupported, missing_kernel
 from tests.processes import Ranks, device_of_ranks, ranks
 from tests.shards import Shard
 from tests.versions import HEADER
@@ -35,8 +40,14 @@ settings.load_profile("gradkit")
 
 SIZES = {"two": 2, "four": 4}  # the fixtures whose processes stay, and how many they are
 
+NOT_EMULATED: str | None = None  # why GRADKIT_EMULATE=cuda has no effect, if it has none
+try:
+    NOT_EMULATED = emulation.start()
+except build.BuildError as error:
+    raise pytest.UsageError(f"tests/accelerator/library does not compile: {error}") from None
+
 HERE = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-ONLY = os.environ.get("GRADKIT_TEST_DEVICE")
+ONLY = os.environ.get("GRADKIT_TEST_DEVICE") or emulation.KIND
 DEVICES = [ONLY] if ONLY else HERE
 
 
@@ -48,15 +59,60 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shard", default="1/1", help="run a part: 2/4 is the second of four")
+    help_ = "seconds after which the process of a test that has not ended is killed"
+    parser.addoption("--limit", type=float, default=600, help=help_)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # until the tests are collected
     Shard.parse(config.getoption("--shard"))
-    if ONLY and ONLY not in HERE:
+    _standard_error.append(os.dup(sys.stderr.fileno()))  # tests have another: it is captured
+    config.add_cleanup(lambda: os.close(_standard_error.pop()))
+    if ONLY and ONLY not in (*HERE, emulation.KIND):
         raise pytest.UsageError(f"GRADKIT_TEST_DEVICE is {ONLY!r}; there is: {', '.join(HERE)}")
     if not hasattr(config, "workerinput"):  # the workers of pytest-xdist inherit it
         remove_temporary_files(config)
+
+
+_standard_error: list[int] = []
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Show where a test hangs, and kill its process; pytest-xdist has another one run the rest."""
+    limit = item.config.getoption("--limit")
+    # By a thread of C: one that hangs may hold the interpreter's lock.
+    faulthandler.dump_traceback_later(limit, exit=True, file=_standard_error[0])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, object, object]:
+    """Skip a test that needs a kernel which an emulated accelerator does not have."""
+    try:
+        return (yield)
+    except Exception as error:
+        if reason := missing_kernel(error):
+            pytest.skip(reason)
+        raise
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """Have the rest run where a test kills its process."""
+    if config.getoption("dist") != "loadgroup":
+        return None
+    from tests.scheduling import Scheduling
+
+    return Scheduling(config, log)
+
+
+def pytest_enter_pdb() -> None:
+    """Leave a test that is debugged all the time."""
+    faulthandler.cancel_dump_traceback_later()
 
 
 def remove_temporary_files(config: pytest.Config) -> None:
@@ -94,6 +150,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for name in processes_of(item):
             # No group of pytest-xdist, each of whose workers starts processes of its own.
             item.add_marker(pytest.mark.processes(name))
+    mark_unsupported(items, NOT_EMULATED)
     shard = Shard.parse(config.getoption("--shard"))
     config.hook.pytest_deselected(items=[item for item in items if item not in shard])
     items[:] = [item for item in items if item in shard]

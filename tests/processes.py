@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from tests.accelerator import emulation
+
 PATIENCE = 240  # seconds until a rank that does not answer counts as hanging
 TIMEOUT = 60  # seconds until a collective in which a rank is missing fails
 
@@ -39,9 +41,12 @@ def forking() -> Any:
 def device_of_ranks(kind: str, size: int) -> str:
     """Return the kind of device that so many ranks use: NCCL needs a GPU for each of them.
 
-    With fewer they are on the CPU, as gloo has only some of the collectives for CUDA tensors.
+    With fewer they are on the CPU, as gloo has only some of the collectives for CUDA tensors. So
+    they are where the accelerator is emulated, which has none.
     """
-    return kind if kind != "cuda" or torch.cuda.device_count() >= size else "cpu"
+    if emulation.KIND or (kind == "cuda" and torch.cuda.device_count() < size):
+        return "cpu"
+    return kind
 
 
 class Ranks:

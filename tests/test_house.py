@@ -310,6 +310,7 @@ def test_tests_stand_in_the_rooms_that_they_try(device: torch.device) -> None:
         "silently_wrong",
         "gpu",
         "cuda",
+        "accelerator",
         "sweep",
         "fuzz",
         "transformers",

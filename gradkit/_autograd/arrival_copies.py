@@ -15,6 +15,7 @@ from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import BackwardHook
 
+from gradkit._autograd.engine import own_roots
 from gradkit._compat.autograd import (
     TorchDispatchMode,
     current_pass,
@@ -38,18 +39,28 @@ class HookInBatchError(RuntimeError):
 
 
 @contextmanager
-def hooks_refused() -> Iterator[None]:
-    """Raise if a hook computes with a batch in the block, also where the hook catches the error."""
+def hooks_refused(outputs: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
+    """Yield what to start from; raise if a hook gets a batch, also where it catches the error."""
     if not user_code.hooks_registered():
-        yield
+        yield outputs
         return
-    guard = _HookGuard()
+    guard, passes = _HookGuard(), set[int]()
+
+    def begin(number: int) -> None:
+        passes.add(number)
+        _refusing.add(number)
+        if sys.getprofile() is None:
+            sys.setprofile(_refuse_first_entry)
+
     with undo_stack() as stack:
+        if not all(output.is_cpu for output in outputs):
+            stack.callback(_refusing.difference_update, passes)
+            outputs = stack.enter_context(own_roots(outputs, begin))
         stack.enter_context(guard)
         if sys.getprofile() is None:  # else a profiler of the user's would miss what runs here
             stack.callback(sys.setprofile, None)
             sys.setprofile(_refuse_entry)
-        yield
+        yield outputs
     if guard.has_met:
         raise HookInBatchError(_HOOK)
 
@@ -59,10 +70,10 @@ _HOOK = "a hook computes with the gradient, which in a batched pass is a batch o
 
 def _refuse_entry(frame: FrameType, event: str, _: object) -> None:
     """Raise before the first line of a hook that a pass of this thread calls with a batch."""
-    # A hook may count its calls, or remove itself, before it computes. In the threads of devices,
-    # and below a profiler, the guard alone refuses it.
-    caller = frame.f_back
-    if event != "call" or caller is None or caller.f_code.co_name not in _ENGINE:
+    # A hook may count its calls, or remove itself, before it computes. Below a profiler, the guard
+    # alone refuses it.
+    names = [one.f_code.co_name for one in (frame, frame.f_back) if one is not None]
+    if event != "call" or names[0] in _ENGINE or not _ENGINE.issuperset(names[1:]):
         return
     # Through torch.autograd.function the engine calls the backward of a Function, which is no hook.
     of_function = "gradkit.", "torch.autograd.function"
@@ -70,6 +81,18 @@ def _refuse_entry(frame: FrameType, event: str, _: object) -> None:
         given = [frame.f_locals.get(name) for name in frame.f_code.co_varnames]
         if any(map(is_batch, pytree.tensors(given))):
             raise HookInBatchError(_HOOK)
+
+
+_refusing: set[int] = set()  # the numbers of passes whose hooks run in the threads of devices
+
+
+def _refuse_first_entry(frame: FrameType, event: str, arg: object) -> None:
+    """Do the same in the thread of the roots' device, until no pass needs it any more."""
+    # In that of another device, the guard alone refuses a hook.
+    if not _refusing:
+        sys.setprofile(None)
+    elif current_pass() in _refusing:
+        _refuse_entry(frame, event, arg)
 
 
 class _HookGuard(TorchFunctionMode):

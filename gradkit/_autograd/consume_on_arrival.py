@@ -93,8 +93,8 @@ class ConsumingRunner(PassRunner):
             inputs = stack.enter_context(self.observed_inputs(variables))
             roots = stack.enter_context(arrivals.from_roots(outputs))
             cotangents = [as_batch(seed, level) for seed in seeds]
-            with hooks_refused():
-                captured = run_batch(self.call, roots, inputs, cotangents)
+            with hooks_refused(roots) as first:
+                captured = run_batch(self.call, first, inputs, cotangents)
             return captured[: len(variables)]
 
 

@@ -20,14 +20,26 @@ from gradkit._checks.higher_derivatives import refuse_undifferentiable
 from gradkit._checks.hooks_in_passes import any_changed_gradients, refuse_second_order, watched_pass
 from gradkit._checks.modified_tensors import modified_message
 from gradkit._checks.recomputations import refuse_checkpoint_error
-from gradkit._compat.autograd import current_pass, function_mode_enabled, run_engine, tensor_hooks
+from gradkit._compat.autograd import (
+    current_pass,
+    function_mode_enabled,
+    record_stream,
+    run_engine,
+    tensor_hooks,
+)
 from gradkit._compat.distributed import full_tensor, is_dtensor
 from gradkit._compat.nodes import CHANGED
 from gradkit._compat.transforms import COMPILED_AUTOGRAD, autograd_grad, compiled_autograd_disabled
 from gradkit._compat.undoing import INSIDE, undo_stack
 from gradkit._core import user_code
 from gradkit._core.call import Call
-from gradkit._core.grad_recorder import any_observers, hidden_passes, observed_tensors, observers
+from gradkit._core.grad_recorder import (
+    any_observers,
+    hidden_passes,
+    observed_tensors,
+    observers,
+    what_begins,
+)
 from gradkit._core.graph import Subgraph, edge
 from gradkit._core.known_results import merged
 from gradkit._core.ownership import PLAIN_TYPES
@@ -80,6 +92,7 @@ def run_grad(
                 allow_unused=True,
                 is_grads_batched=is_grads_batched,
             )
+            record_stream(grads)
     except RuntimeError as error:
         _raise_named(error, call)
         raise
@@ -381,10 +394,11 @@ def own_roots(outputs: Sequence[Tensor], begin: Callable[[int], None]) -> Iterat
 @contextmanager
 def numbered_roots(outputs: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
     """Yield what a pass is to start from if its number is asked for; else the outputs."""
-    if observers.begin is None:
+    begin = what_begins() if observers else None
+    if begin is None:
         yield outputs
     else:
-        with own_roots(outputs, observers.begin) as roots:
+        with own_roots(outputs, begin) as roots:
             yield roots
 
 

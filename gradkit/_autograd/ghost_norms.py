@@ -77,6 +77,7 @@ def _squared_norms(
 
 def _products_are_rounded(device: torch.device) -> bool:
     """Return whether the user lets products of float32 have fewer digits, such as TF32's."""
+    # Convolutions have a switch of their own: a kernel's gradient has the digits of `.backward()`.
     backend = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
     return backend.matmul.fp32_precision not in ("none", "ieee")
 

@@ -15,6 +15,7 @@ from gradkit._autograd.ghost_norms import ghost_norms
 from gradkit._autograd.jacobian_rows import JacobianRows, read_jacobian_rows
 from gradkit._autograd.passes import PassRunner, grads_to_tree, run_in_turn
 from gradkit._checks.circumstances import HOOKS
+from gradkit._compat.autograd import record_stream
 from gradkit._compat.distributed import full_tensor
 from gradkit._core import pytree
 from gradkit._core.call import Grads, Losses, check_weighting
@@ -154,6 +155,8 @@ def _batched(rows: JacobianRows, indices: range, chunk_size: int | None) -> Tens
 def _norm(rows: JacobianRows, by_leaf: dict[int, Tensor], count: int) -> Tensor:
     """Return the norms of all leaves together, in the order of the variables."""
     zeros = rows.zeros(count)
+    if not zeros.is_cpu:
+        record_stream(by_leaf.values())
     leaves = [by_leaf[index].to(zeros) for index in sorted(by_leaf)]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(leaves), dim=0) if leaves else zeros
     return norm
@@ -210,6 +213,8 @@ def _products(rows: JacobianRows, parts: Sequence[slice]) -> Tensor:
 
 def _add_products(by_leaf: dict[int, Tensor], total: Tensor) -> Tensor:
     """Add what the variables gave, in their order and not in that of arrival."""
+    if not total.is_cpu:
+        record_stream(by_leaf.values())
     for index in sorted(by_leaf):
         product = by_leaf[index]
         if hasattr(type(product), "__tensor_flatten__"):

@@ -45,7 +45,13 @@ from gradkit._checks.modified_tensors import (
     variables_to_copy,
 )
 from gradkit._checks.reachability import refuse_unreached
-from gradkit._compat.autograd import as_batch, batched_mode, from_batch, without_function_modes
+from gradkit._compat.autograd import (
+    as_batch,
+    batched_mode,
+    from_batch,
+    record_stream,
+    without_function_modes,
+)
 from gradkit._compat.distributed import replicated
 from gradkit._compat.nodes import names_by_kind
 from gradkit._compat.transforms import detach_keep_tangent, in_dual_level
@@ -232,11 +238,13 @@ class PassRunner:
                     retain_graph=True,
                     is_grads_batched=True,
                 )
-        with batched_mode() as level, hooks_refused():
-            grads = engine.run_batch(self.call, [output], variables, [as_batch(seeds, level)])
+        with batched_mode() as level, hooks_refused([output]) as roots:
+            grads = engine.run_batch(self.call, roots, variables, [as_batch(seeds, level)])
             with without_function_modes(), INSIDE:
                 size = len(seeds)
-                return [None if grad is None else from_batch(grad, level, size) for grad in grads]
+                grads = [None if grad is None else from_batch(grad, level, size) for grad in grads]
+                record_stream(grads)
+                return grads
 
     def backward(
         self,
@@ -337,6 +345,10 @@ def weighted_outputs(
 def values_of(losses: Losses, create_graph: bool) -> PyTree:
     """Return the tree of the losses' values: the losses themselves, or detached copies."""
     values = losses.leaves
+    for value in values:
+        if not value.is_cpu:
+            record_stream(values)
+            break
     if not create_graph:
         is_plain = PLAIN_TYPES.issuperset(map(type, values)) and not in_dual_level()
         detached = map(Tensor.detach, values) if is_plain else map(_detached, values)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Generic, TypeAlias, TypeVar
+from itertools import chain
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from gradkit._autograd.sample_rules import (
     uses_shared_by_samples,
 )
 from gradkit._checks.checked import is_checked
-from gradkit._compat.autograd import calling_thread, current_pass
+from gradkit._compat.autograd import calling_thread, current_pass, named_thread, record_stream
 from gradkit._compat.nodes import any_sparse_gradients
 from gradkit._compat.undoing import INSIDE, undo_stack
 from gradkit._core import user_code
@@ -102,7 +103,6 @@ class SamplePass(Generic[Result]):
             self._left[use.variable] += 1
         self._parts: dict[int, list[PerSampleGrads]] = defaultdict(list)
         self._finished: dict[int, Result] = {}
-        self._thread = calling_thread()
 
     def run(self, call: Call, index: int, *, retain: bool = True) -> dict[int, Result]:
         """Return what was made, by the number of the variable, of those that are reached."""
@@ -113,6 +113,7 @@ class SamplePass(Generic[Result]):
         # computed; those that are above others it executes, and their cotangents are then free.
         captured = [node for node, (use, *_) in self._by_node.items() if use.is_last]
         with undo_stack() as stack, torch.no_grad(), INSIDE:  # the engine's threads get these, too
+            self._thread = stack.enter_context(named_thread())
             for device in {variable.device for variable in self._variables}:
                 stack.enter_context(without_autocast(device))
             hooks = [
@@ -127,6 +128,7 @@ class SamplePass(Generic[Result]):
                 self._add(node, grads.pop(0))
             for number in list(self._parts):
                 self._finish(number)  # of which a use was not reached
+            record_stream(chain.from_iterable(map(_tensors, self._finished.values())))
         if not retain:
             release(captured)
         return self._finished
@@ -146,7 +148,13 @@ class SamplePass(Generic[Result]):
 
     def _finish(self, number: int) -> None:
         parts, variable = self._parts.pop(number), self._variables[number]
+        record_stream(chain.from_iterable(map(_tensors, parts)))
         self._finished[number] = self._finish_parts(parts, variable)
+
+
+def _tensors(made: Any) -> Sequence[Tensor | None]:
+    """Return the tensors of what was made of gradients: one, or a tuple of some."""
+    return made if isinstance(made, tuple) else (made,)
 
 
 def grads_of(parts: list[PerSampleGrads], variable: Tensor) -> Tensor:

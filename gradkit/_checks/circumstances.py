@@ -17,7 +17,7 @@ from gradkit._compat.distributed import SHARDING_MODULE, any_fully_sharded
 from gradkit._compat.dynamo import any_compiled
 from gradkit._compat.transforms import is_differentiated_tensor
 from gradkit._core.call import Call
-from gradkit._core.grad_recorder import observers
+from gradkit._core.grad_recorder import any_observers, observers
 from gradkit._core.graph import kinds_in_short_pass
 from gradkit._core.user_code import hooks_registered
 from gradkit._state.recomputed_tensors import recomputed_tensor_sources
@@ -68,7 +68,7 @@ def around(call: Call) -> int:
         bits |= SHARDED
     if [*map(getrefcount, RECOMPUTING)] != IDLE:
         bits |= CHECKPOINTS
-    if observers.active:
+    if observers and any_observers():
         bits |= OBSERVED
     if open_monitors:
         bits |= WATCHED | CHECKED if is_checked() else WATCHED

@@ -101,8 +101,9 @@ def refuse_other_tensors(call: Call, *, thorough: bool = False) -> None:
             got = f"one changed in place since: {without_hint(error)}"
             fix = "take the gradients before the write; or give the checkpoint a copy, h.clone()"
             raise UnsupportedGraphError(message(where, f"{expected}forward pass", got, fix))
+    elsewhere = bool(frames) and len(rng.states()) > 1  # on an accelerator
     for frame in frames:
-        if not checkpoints.preserves_rng_state(frame):
+        if elsewhere or not checkpoints.preserves_rng_state(frame):
             _refuse_other_draws(frame, call.losses.path(call.differentiated[0]))
     if any(map(has_values, frames)):
         compare_values(frames, call.whole.nodes)
@@ -174,7 +175,7 @@ def _refuse_other_draws(frame: Frame, where: str) -> None:
         frame = reference()
         if frame is not None:
             frame.recompute_fn = original
-        before, seed = rng.states(args), torch.initial_seed()
+        before, seed = rng.states(), torch.initial_seed()
         try:
             original(*args)
         finally:  # torch ends it by an exception where it has all that it needs
@@ -183,6 +184,10 @@ def _refuse_other_draws(frame: Frame, where: str) -> None:
                 expected = "a checkpoint that draws the same random numbers when it recomputes"
                 got = f"one of {_function(frame)} with preserve_rng_state=False, which draws others"
                 fix = "leave that out: checkpoint(fn, x, use_reentrant=False)"
+                if frame is None or checkpoints.preserves_rng_state(frame):
+                    got = f"one of {_function(frame)}, which draws on a device that none of its "
+                    got += "arguments is on: torch puts back the generators of theirs only"
+                    fix = "gradkit.func.checkpoint(fn)(x); or give it an argument on that device"
                 raise UnsupportedGraphError(message(where, expected, got, fix))
 
     frame.recompute_fn = recompute

@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from contextvars import Context, ContextVar
 from functools import cache, partial
 from logging import DEBUG, getLogger
 from operator import attrgetter, methodcaller
@@ -18,9 +17,10 @@ import torch
 import torch._utils
 from torch import Tensor
 from torch.autograd.graph import Node, _engine_run_backward
+from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradkit._compat.undoing import undone
+from gradkit._compat.undoing import INSIDE, undone
 
 __all__ = ["TorchDispatchMode", "flatten_dense", "unflatten_dense", "without_torch_function"]
 
@@ -67,22 +67,34 @@ is_batch: Callable[[Any], bool] = torch._C._functorch.is_legacy_batchedtensor
 without_function_modes: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunction
 
 
-_calling_thread: ContextVar[int] = ContextVar("calling_thread")
+_CALLER = "gradkit: the thread that calls passes"
+# A thread that ends while it has such an object waits for the interpreter's lock.
+_forget_caller: Callable[[], object] = (
+    partial(torch._C._remove_obj_from_tls, _CALLER)
+    if hasattr(torch._C, "_remove_obj_from_tls")
+    else partial(torch._C._stash_obj_in_tls, _CALLER, None)  # torch 2.11
+)
 
 
 def calling_thread() -> int:
-    """Return the number of this thread; in a backward pass, that of the thread that called it.
-
-    If that thread has asked for its number before the pass.
-    """
+    """Return the number of this thread; in a pass inside of `named_thread`, that of its caller."""
     # The engine runs nodes in threads of devices, too, and in others where passes are nested
-    # deeply. It hands them the context of its caller. Run on torch 2.13.
-    here = get_ident()
-    if current_pass() == -1:
-        _calling_thread.set(here)
-    elif torch._C._is_key_in_tls("context"):
-        return cast("Context", torch._C._get_obj_in_tls("context")).get(_calling_thread, here)
-    return here
+    # deeply. It hands them such objects of its caller. (Its own, the context, is gone there once a
+    # hook has run a pass.) Run on torch 2.13.
+    if torch._C._is_key_in_tls(_CALLER):
+        return cast("int | None", torch._C._get_obj_in_tls(_CALLER)) or get_ident()
+    return get_ident()
+
+
+@contextmanager
+def named_thread() -> Iterator[int]:
+    """Let `calling_thread` tell, in all passes of the block, which thread has called them."""
+    if torch._C._is_key_in_tls(_CALLER) and (around := torch._C._get_obj_in_tls(_CALLER)):
+        yield cast("int", around)
+        return
+    with undone(_forget_caller):
+        torch._C._stash_obj_in_tls(_CALLER, get_ident())
+        yield get_ident()
 
 
 def forward_line(node: Node) -> str | None:
@@ -100,9 +112,11 @@ def run_engine(*arguments: Any, accumulate: bool = False) -> tuple[Tensor | None
     # 13 us and 0.5 us an input. Plain tensors only. In between torch has a function that logs each
     # node when asked, and passes context variables on to the threads of devices: 6 us where the
     # caches are cold.
-    if _log.isEnabledFor(DEBUG) or _may_have_device_threads():
-        return _engine_run_backward(*arguments, accumulate_grad=accumulate)
-    grads: tuple[Tensor | None, ...] = _engine.run_backward(*arguments, accumulate_grad=accumulate)
+    on_device = _may_have_device_threads(backend_registration._privateuse1_backend_name)
+    run = _engine_run_backward if on_device or _log.isEnabledFor(DEBUG) else _engine.run_backward
+    grads: tuple[Tensor | None, ...] = run(*arguments, accumulate_grad=accumulate)
+    if on_device and not accumulate:
+        record_stream(grads)
     return grads
 
 
@@ -121,8 +135,38 @@ def run_without_grad(calls: Iterable[Callable[[], object]]) -> None:
 
 
 @cache
-def _may_have_device_threads() -> bool:
+def _may_have_device_threads(other: str) -> bool:
+    # `other`: the name of a backend beside torch's own, which may be registered at any time.
     return torch.accelerator.is_available()
+
+
+def record_stream(tensors: Iterable[Tensor | None]) -> None:
+    """Let no stream use the memory of tensors again before this stream has read it."""
+    # The engine runs a node on the stream of its forward pass, which may be another: it would use
+    # the memory again as soon as a tensor is freed. Where the streams are one, this does nothing.
+    with without_function_modes(), INSIDE:
+        for tensor in tensors:
+            if tensor is not None and not tensor.is_cpu and _records_streams(tensor.device.type):
+                for part in _strided_parts(tensor):
+                    part.record_stream(torch.accelerator.current_stream(part.device))
+
+
+@cache
+def _records_streams(kind: str) -> bool:
+    key = torch._C._dispatch_key_for_device(kind)
+    return torch._C._dispatch_has_kernel_for_dispatch_key("aten::record_stream", key)
+
+
+def _strided_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors in whose memory one of torch's own type is; none for another type."""
+    is_wrapped = is_batch(tensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    if is_wrapped or type(tensor) not in (Tensor, torch.nn.Parameter) or is_zero_tensor(tensor):
+        return ()
+    if tensor.layout == torch.strided:
+        # Torch would resolve what is conjugated lazily, in a copy of it, and record that.
+        plain = tensor.conj() if tensor.is_conj() else tensor
+        return (torch._neg_view(plain) if plain.is_neg() else plain,)
+    return (tensor._indices(), tensor._values()) if tensor.is_sparse else ()
 
 
 def may_have_node(leaf: Tensor) -> bool:

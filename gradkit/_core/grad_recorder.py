@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from functools import partial
-from threading import local
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from gradkit._compat.autograd import calling_thread, current_pass
+from gradkit._compat.autograd import calling_thread, current_pass, named_thread, record_stream
 from gradkit._compat.dynamo import any_compiled, compiled_together
 from gradkit._compat.transforms import is_transform_tensor, transforms
-from gradkit._compat.undoing import undone
+from gradkit._compat.undoing import INSIDE, undone
 from gradkit._core import graph, user_code
 from gradkit._core.ownership import copy_for
 from gradkit.errors import LeafTypeError, UnsupportedGraphError, describe, message
@@ -44,8 +43,14 @@ class GradRecorder:
         elif self._is_compiled and grad is None:
             self._passed_unseen = True  # the pass went through what has made the tensor
 
+    def read(self) -> list[Tensor]:
+        """Return the gradients of the passes, to be read on this stream."""
+        record_stream(self.passes)
+        return self.passes
+
     def scale(self, passes: Set[int], factor: Tensor) -> None:
         """Multiply the gradients of passes with these numbers."""
+        record_stream(self.passes)
         for grad, number in zip(self.passes, self._numbers, strict=True):
             if number in passes:
                 grad.mul_(factor.to(grad.device))
@@ -135,44 +140,67 @@ def _require_graph(tensor: object, where: Callable[[], str]) -> Tensor:
     return tensor
 
 
-class _Observers(local):
-    def __init__(self) -> None:
-        self.active: list[Recorders] = []  # whose tensors every pass of this thread includes
-        self.begin: Callable[[int], None] | None = None  # is called with the number of each pass
+class _Observers:
+    """What the passes that one thread calls are seen by, those of hooks in them included."""
+
+    def __init__(self, begin: Callable[[int], None] | None = None) -> None:
+        self.active: list[Recorders] = []  # whose tensors every pass includes
+        self.begin = begin  # is called with the number of each pass
 
 
-observers = _Observers()
+# By the thread that calls passes; empty while nothing is observed.
+observers: dict[int, _Observers] = {}
+_NONE = _Observers()
 _hidden_passes: set[int] = set()
 
 
 @contextmanager
 def observing(observer: Recorders) -> Iterator[None]:
     """Include the observer's tensors in every pass of this thread inside the block."""
-    active = observers.active  # of this thread: a generator may end the block in another one
+    with named_thread() as thread, INSIDE:  # a generator may end the block in another one
+        mine = observers.setdefault(thread, _Observers())
 
-    def end() -> None:
-        active[:] = [other for other in active if other is not observer]
+        def end() -> None:
+            mine.active[:] = [other for other in mine.active if other is not observer]
+            if not mine.active and observers.get(thread) is mine and mine.begin is None:
+                del observers[thread]
 
-    with undone(end):
-        active.append(observer)
-        yield
+        with undone(end):
+            mine.active.append(observer)
+            yield
+
+
+def _of_this_thread() -> _Observers:
+    return observers.get(calling_thread(), _NONE) if observers else _NONE
 
 
 def any_observers() -> bool:
     """Return whether passes of this thread include extra tensors, and are recorded."""
-    return bool(observers.active)
+    return bool(observers) and bool(_of_this_thread().active)
+
+
+def what_begins() -> Callable[[int], None] | None:
+    """Return what is to be called with the number of each pass of this thread, if anything is."""
+    return _of_this_thread().begin
 
 
 def observed_tensors() -> list[tuple[Tensor, GradientEdge]]:
     """Return the extra tensors and their edges, or raise what an observer raises."""
-    return [pair for observer in observers.active for pair in observer.before_pass()]
+    if not observers:
+        return []
+    return [pair for observer in _of_this_thread().active for pair in observer.before_pass()]
 
 
 @contextmanager
 def numbered_passes() -> Iterator[Set[int]]:
     """Yield the numbers of the passes of rows that this thread begins in the block."""
     numbers: set[int] = set()
-    with _beginning_with(numbers.add if any_observers() else None):
+    mine = _of_this_thread()
+    if not mine.active:
+        yield numbers
+        return
+    with undone(partial(setattr, mine, "begin", mine.begin)):
+        mine.begin = numbers.add
         yield numbers
 
 
@@ -188,25 +216,19 @@ def hidden_passes() -> Iterator[None]:
         numbers.add(number)
         _hidden_passes.add(number)
 
-    active = observers.active
+    thread = calling_thread()
+    mine = observers[thread]
 
     def end() -> None:
-        observers.active = active
+        observers[thread] = mine
         _hidden_passes.difference_update(numbers)
 
-    with undone(end), _beginning_with(hide):
-        observers.active = []
-        yield
-
-
-@contextmanager
-def _beginning_with(begin: Callable[[int], None] | None) -> Iterator[None]:
-    with undone(partial(setattr, observers, "begin", observers.begin)):
-        observers.begin = begin
+    with undone(end):
+        observers[thread] = _Observers(hide)
         yield
 
 
 def scale_recorded(passes: Set[int], factor: Tensor) -> None:
     """Multiply what has been recorded in passes with these numbers."""
-    for observer in list(observers.active) if passes else ():
+    for observer in list(_of_this_thread().active) if passes else ():
         observer.scale(passes, factor)

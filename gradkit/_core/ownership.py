@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -93,7 +94,9 @@ def written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 def _written_arguments(func: Any) -> list[tuple[int, str]]:
     """Return the position and name of each argument that an operator writes to."""
     schema = autograd.operator_schema(func)
-    if schema is None:  # of a higher-order operator, such as torch.cond: torch lets none write
+    # A higher-order operator, such as torch.cond, has none, and torch lets none write. To record a
+    # stream writes on no entry of a tensor.
+    if schema is None or schema.name == "aten::record_stream":
         return []
     missing = _MISSING_FROM_SCHEMA.get(func.overloadpacket.__name__, ())
     return [
@@ -116,6 +119,8 @@ _MISSING_FROM_SCHEMA = dict.fromkeys(
 PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 
 _base = attrgetter("_base")
+_is_cpu = attrgetter("is_cpu")
+_TURNS = 10  # in which the thread of a device may let go: some microseconds each
 _address, _is_contiguous = Tensor.data_ptr, Tensor.is_contiguous
 
 
@@ -168,6 +173,14 @@ def _not_owned(grads: list[Tensor], params: Sequence[Tensor]) -> Sequence[int]:
     if _are_owned(grads, params, _UNSHARED):
         return ()
     references = list(map(sys.getrefcount, grads))
+    for _ in range(0 if all(map(_is_cpu, grads)) else _TURNS):
+        if max(references) <= _UNSHARED:
+            break
+        # The thread of a device refers to what a pass gave until it gets the interpreter's lock.
+        time.sleep(1e-6)
+        if _are_owned(grads, params, _UNSHARED):
+            return ()
+        references = list(map(sys.getrefcount, grads))
     try:
         return [
             index

@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 
 from torch.utils.hooks import RemovableHandle
 
-from gradkit._compat.autograd import at_end_of_pass, calling_thread, current_pass
-from gradkit._compat.undoing import undone
+from gradkit._compat.autograd import at_end_of_pass, calling_thread, current_pass, named_thread
+from gradkit._compat.undoing import INSIDE, undone
 
 _Table: TypeAlias = dict[object, Any]  # the hooks by the numbers of their handles, in their order
 
@@ -85,7 +85,7 @@ def put_hooks_back() -> None:
 @contextmanager
 def same_hooks_in_each_pass() -> Iterator[None]:
     """Let each pass in the block find the same hooks; leave them as one pass would have."""
-    thread, tables = calling_thread(), _HookTables()
+    tables = _HookTables()
 
     def end() -> None:
         tables.put_back()
@@ -94,7 +94,7 @@ def same_hooks_in_each_pass() -> Iterator[None]:
             if not _of_threads:
                 RemovableHandle.__init__, RemovableHandle.remove = _init, _remove  # type: ignore[method-assign]
 
-    with undone(end):
+    with named_thread() as thread, undone(end), INSIDE:
         with _lock:
             _of_threads[thread] = tables
             RemovableHandle.__init__, RemovableHandle.remove = _noted_init, _noted_remove  # type: ignore[method-assign, assignment]

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
-from gradkit._compat.autograd import calling_thread
+from gradkit._compat.autograd import named_thread
 from gradkit._compat.transforms import (
     is_of_ended_transform,
     is_transform_tensor,
@@ -41,19 +41,20 @@ def alone() -> Iterator[None]:
     if torch.compiler.is_compiling():
         yield
         return
-    block = calling_thread(), object()
+    with named_thread() as thread, INSIDE:
+        block = thread, object()
 
-    def end() -> None:
-        with _turns_changed:
-            if block in _turns:
-                _turns.remove(block)
-            _turns_changed.notify_all()
+        def end() -> None:
+            with _turns_changed:
+                if block in _turns:
+                    _turns.remove(block)
+                _turns_changed.notify_all()
 
-    with undone(end):
-        with _turns_changed:
-            _turns_changed.wait_for(lambda: all(one[0] == block[0] for one in _turns))
-            _turns.append(block)
-        yield
+        with undone(end):
+            with _turns_changed:
+                _turns_changed.wait_for(lambda: all(one[0] == thread for one in _turns))
+                _turns.append(block)
+            yield
 
 
 _OF_EVERY_MODULE = list(vars(nn.Module()))

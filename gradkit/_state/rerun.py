@@ -168,8 +168,10 @@ class RerunState:
     """The state that a computation of some tensors starts from, to run it a second time."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._rng = rng.states(tensors)
-        devices = {"cpu", *(t.device.type for t in tensors)}
+        _refuse_capture()
+        self._rng = rng.states()
+        every: list[Any] = [*(t.device for t in tensors), *(one for one, _ in self._rng)]
+        devices = {one.type for one in every}
         self._autocast = list(map(_autocast, devices))
         self._kernels = attention_kernels()
         self._writes = _StorageWrites()
@@ -201,6 +203,7 @@ class RerunState:
     @contextmanager
     def second_run(self) -> Iterator[SecondRun]:
         """Restore the state of the first run inside the block, and today's after it."""
+        _refuse_capture()
         now = [(storage, _copied_storage(storage)) for storage, _ in self._writes.snapshots]
         kernels = attention_kernels()
         states = rng.current(self._rng)
@@ -219,6 +222,15 @@ class RerunState:
             _restore(self._writes.snapshots)
             with as_second_run(self._checksums, self._around) as run:
                 yield run
+
+
+def _refuse_capture() -> None:
+    """Raise where a graph of CUDA's is captured, in which no random state can be put back."""
+    if rng.is_capturing():
+        expected = "what runs again in the backward pass outside of the capture of a CUDA graph"
+        got = "one inside, where no random state can be read, or put back"
+        fix = 'capture without the recomputation: fn itself, memory="store", no chunk_size'
+        raise UnsupportedGraphError(message("a step that is computed again", expected, got, fix))
 
 
 def _autocast(device: str) -> tuple[str, bool, torch.dtype]:

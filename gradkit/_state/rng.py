@@ -1,13 +1,13 @@
 """The states of the random number generators.
 
-Apart, as its names are short: a caller says `rng.states(tensors)`.
+Apart, as its names are short: a caller says `rng.states()`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Generator, Tensor, nn
@@ -15,10 +15,20 @@ from torch import Generator, Tensor, nn
 States: TypeAlias = list[tuple[torch.device | Generator, Tensor]]
 
 
-def states(tensors: Iterable[object]) -> States:
-    """Return the states of the CPU generator and of the CUDA generators of some tensors."""
-    devices = {x.device for x in tensors if isinstance(x, Tensor) and x.device.type == "cuda"}
-    return states_of([torch.device("cpu"), *devices])
+def states() -> States:
+    """Return the states of the default generators: the CPU's, and those of every accelerator."""
+    # Of every one, as a function may draw on a device that none of its arguments is on.
+    every = [torch.device("cpu")]
+    kind = torch.accelerator.current_accelerator()
+    if kind is not None and hasattr(module := _module(kind), "get_rng_state"):
+        every += [torch.device(kind.type, index) for index in range(module.device_count())]
+    return states_of(every)
+
+
+def _module(kind: torch.device) -> Any:
+    """Return torch's module for a kind of accelerator; None before its first use."""
+    module = torch.get_device_module(kind)
+    return module if getattr(module, "is_initialized", module.is_available)() else None
 
 
 def states_of(generators: Iterable[torch.device | Generator]) -> States:
@@ -55,15 +65,19 @@ def restore(saved: States) -> None:
         elif one.type == "cpu":
             torch.set_rng_state(state)
         else:
-            torch.cuda.set_rng_state(state, one)
+            torch.get_device_module(one).set_rng_state(state, one)
 
 
 def is_capturing() -> bool:
     """Return whether a CUDA graph is being captured here, which records what runs, and no state."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    kind = torch.accelerator.current_accelerator()
+    return kind is not None and getattr(_module(kind), "is_current_stream_capturing", bool)()
 
 
 def _state(one: torch.device | Generator) -> Tensor:
     if isinstance(one, Generator):
         return one.get_state()
-    return torch.get_rng_state() if one.type == "cpu" else torch.cuda.get_rng_state(one)
+    if one.type == "cpu":
+        return torch.get_rng_state()
+    state: Tensor = torch.get_device_module(one).get_rng_state(one)
+    return state

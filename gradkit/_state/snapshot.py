@@ -64,7 +64,7 @@ class Snapshot:
         return [[state.tolist() for _, state in self._random_states()], repr(_python_states())]
 
     def _random_states(self) -> rng.States:
-        return rng.states(self._tensors) + rng.states_of(self._generators)
+        return rng.states() + rng.states_of(self._generators)
 
 
 @contextmanager
@@ -121,7 +121,7 @@ def _restoring(captured: list[CapturedObject], snapshots: list[ModuleSnapshot]) 
     small = (x for x in captured if isinstance(x, Tensor) and x.numel() <= LARGEST_STATE)
     written = [*(x for x in buffers if x is not None), *(x for x in small if not x.requires_grad)]
     tensors, frozen = TensorState(written), [x.requires_grad for x in params]
-    states = rng.states([*captured, *params]) + rng.states_of(rng.generators(captured))
+    states = rng.states() + rng.states_of(rng.generators(captured))
 
     def restore() -> None:
         for snapshot in snapshots:

@@ -190,7 +190,8 @@ def _orthogonal(a: Tensor, u: Tensor, v: Tensor) -> Tensor:
     last = shrunk @ (ones - square / 2 + 3 / 8 * square @ square)
     change, is_finite = last - last.detach(), last.detach().isfinite()
     if not _nowhere(~is_finite):  # of a singular matrix the value is torch's, the derivative nan
-        change = torch.where(is_finite, change, (0 * a.abs().sum()).sqrt())
+        lost = (0 * a.abs().sum() + is_finite.all()).sqrt()  # of zero, if any is
+        change = torch.where(is_finite, change, lost.to(change.dtype))
     last = u[..., rank:] + change
     looked_at = [] if order_of(a) == 1 else [True]
 

@@ -56,9 +56,17 @@ def require_group(handle: Any, call: str) -> Group:
         got = f"one that rank {dist.get_rank()} is not in, for which torch does nothing"
         fix = "make the call on the ranks of the group only"
         raise CollectiveError(message(call, expected, got, fix))
-    on_cpu = "cpu" in dist.get_backend_config(handle)
-    device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+    device = _device_of_messages(dist.get_backend_config(handle))
     return Group(handle, call, rank, dist.get_world_size(handle), device)
+
+
+def _device_of_messages(config: str) -> torch.device:
+    """Return the CPU if a group's backends serve it, else the current device of the first kind."""
+    kinds = [part.partition(":")[0] for part in config.split(",")]  # as in "cpu:gloo,cuda:nccl"
+    if "cpu" in kinds:
+        return torch.device("cpu")
+    index: int = torch.get_device_module(kinds[0]).current_device()
+    return torch.device(kinds[0], index)
 
 
 @contextmanager

@@ -219,7 +219,7 @@ def differentiate(
     enter = _trace_level if torch.compiler.is_compiling() else torch_func.run_in_level
     with leave_inference_mode(record=True), enabled, INSIDE:
         point = cut(arguments.variables)
-        values, tensors_of_aux, *grads = named_errors(lambda: enter(inside, point), point)
+        values, tensors_of_aux, *grads = named_errors(lambda: enter(inside, point))
         values, tensors_of_aux = copied(cut(values)), cut(tensors_of_aux)
     spec, put_aux_back, refused = outside
     dtypes = arguments.dtypes

@@ -21,14 +21,14 @@ R = TypeVar("R")
 _MAKE_FUNCTIONAL = "call, params, buffers = gradkit.func.make_functional(module)"
 
 
-def named_errors(run: Callable[[], R], tensors: Any = (), *, nested: bool = False) -> R:
+def named_errors(run: Callable[[], R], *, nested: bool = False) -> R:
     """Return what `run` returns; errors of torch.func raise with what to do."""
-    # After any error, the random states of the devices of `tensors` are as before.
+    # After any error, the random states of all devices are as before.
     # All that are known; and all of torch's inside of another transform, or if `run` is `nested`
     # ones: in one level alone they are mostly mistakes of fn, and torch's text says which.
     if torch.compiler.is_compiling():
         return run()
-    states = [] if rng.is_capturing() else rng.states(tensors)
+    states = [] if rng.is_capturing() else rng.states()
     try:
         return run()
     except BaseException as error:

@@ -279,8 +279,8 @@ def per_sample_grads(
             if create_graph is False:
                 batch.tensors = levels.detached(batch.tensors)
             run = partial(_run, batch, of_sample, first.variables, randomness, chunk_size)
-            of_all = partial(attempt.run, batch.tensors) if batch.size else _run_of_none
-            grads, others = named_errors(partial(of_all, run), batch.tensors)
+            of_all = attempt.run if batch.size else _run_of_none
+            grads, others = named_errors(partial(of_all, run))
         count, rebuild_aux = of_one
         reason = next(filter(None, refused), None)
         result = first.grads_to_tree(grads, (batch.size,), losses=others[:count], refused=reason)

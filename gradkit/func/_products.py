@@ -87,7 +87,7 @@ def _vjp(
     run = _FunctionRun(fn, arguments, has_aux, monitor, transposed=True)
     with leave_inference_mode(record=True), enabled, INSIDE:
         point = cut(arguments.variables)
-        results: Any = named_errors(lambda: torch.func.vjp(run, *point, has_aux=True), point)
+        results: Any = named_errors(lambda: torch.func.vjp(run, *point, has_aux=True))
         values, aux = (copied(cut(tensors)) for tensors in results[::2])
     torch_pull, versions = results[1], write_counts(point)
     is_hidden = torch.compiler.is_compiling() or bool(transforms())
@@ -151,7 +151,7 @@ def jvp(
     with put_back(fn), alone(), leave_inference_mode(record=True):
         # Copies, which fn may change, or return.
         point, along = (tuple(copied(cut(x))) for x in (arguments.variables, directions))
-        results: Any = named_errors(lambda: torch.func.jvp(run, point, along, has_aux=True), point)
+        results: Any = named_errors(lambda: torch.func.jvp(run, point, along, has_aux=True))
     values, tangents_out, aux = (cut(tensors) for tensors in results)
     # In forward mode, torch makes float64 of a 0-dim float32 times a number.
     products = levels.cast_to([value.dtype for value in values], tangents_out)
@@ -361,7 +361,7 @@ def _grads_and_products(
     if mode == "forward-over-reverse":
         forward: Any = partial(torch.func.jvp, grads_at, point, along, has_aux=True)
         try:
-            return cast("tuple[Any, Any, Any]", named_errors(forward, point, nested=True))
+            return cast("tuple[Any, Any, Any]", named_errors(forward, nested=True))
         except errors.UnsupportedGraphError as error:
             # Some formulas of torch, that of mse_loss for one, write on the tangent of a constant.
             if ZERO_TENSOR not in str(error):
@@ -379,7 +379,7 @@ def _grads_and_products(
         grads, pull, losses = torch.func.vjp(grads_at, *point, has_aux=True)  # type: ignore[misc]
         return grads, pull(along), losses
 
-    return named_errors(reverse, point, nested=True)
+    return named_errors(reverse, nested=True)
 
 
 @dataclass

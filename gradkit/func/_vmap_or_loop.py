@@ -85,14 +85,13 @@ class VmapOrLoop:
         self._modules: list[nn.Module] = []
         self._first_aux: object = None  # the structure of the first of a loop, and its constants
 
-    def run(self, tensors: Sequence[object], run: Callable[..., R]) -> R:
+    def run(self, run: Callable[..., R]) -> R:
         """Return what `run()` does; if torch.vmap fails, `run(one_by_one=...)`, and warn."""
-        # The random number generators that it uses are those of the devices of `tensors`.
         if torch.compiler.is_compiling() or rng.is_capturing():
             return run()
         captured = captured_by(self._fn)
         own = rng.states_of(rng.generators(captured))
-        states = rng.states(tensors) + own
+        states = rng.states() + own
         self._modules = unscripted(captured)
         try:
             return run()
@@ -169,10 +168,9 @@ class Batch:
 
     def chunks(self, size: int, randomness: Randomness) -> Iterator[tuple[int, Tensors]]:
         """Yield where each chunk begins, and its tensors; all draw the "same" numbers."""
-        states = rng.states(self.leaves)
+        states = rng.states() if randomness == "same" else []
         for start in range(0, self.size, size):
-            if randomness == "same":
-                rng.restore(states)
+            rng.restore(states)
             length = min(size, self.size - start)
             pairs = zip(self.tensors, self.dims, strict=True)
             yield start, [x.narrow(dim, start, length) for x, dim in pairs]

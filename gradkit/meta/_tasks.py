@@ -189,8 +189,7 @@ def _sum_over_tasks(
             raise independent("losses")
         return sums
 
-    given = [*outer.variables, *batch.leaves]
-    totals, tensors_of_aux = named_errors(lambda: attempt.run(given, run), given)
+    totals, tensors_of_aux = named_errors(lambda: attempt.run(run))
     return totals, rebuild[0](tensors_of_aux)
 
 

@@ -99,7 +99,8 @@ def unroll(
             keeps those of every n-th step, and runs each step twice more. Inside a torch.func
             transform everything is stored. The results differ by rounding. Random numbers, and
             memory that a step writes to, are as if it had run once; assigning to an attribute of
-            what is no module, or appending to a list, happens again.
+            what is no module, or appending to a list, happens again. At the end of such a pass, the
+            host waits once for the device, to compare the results of both runs.
         first_order: Treat the inner gradients as constants, as FOMAML does. No graph of the inner
             loss is kept, so that `values` and `buffers` are constants, too, unless
             `grad_transform` takes three arguments: `values` may be used to train it.

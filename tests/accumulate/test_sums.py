@@ -257,14 +257,14 @@ def means(x: Tensor, w: Tensor) -> dict[str, tuple[Tensor, str]]:
     logs, total = out.log_softmax(1), functional.cross_entropy(out, y, reduction="sum")
     n, scale = len(x), torch.tensor(0.3, device=x.device, requires_grad=True)
     lengths = torch.full((2,), 5), torch.full((2,), 2)
-    paths = out.reshape(5, 2, -1).log_softmax(2)
+    paths, codes = out.reshape(5, 2, -1).log_softmax(2), y[:4].view(2, 2) + 1
     return {
         "divided by steps": (cross_entropy(out, y) / 3, "a mean over 10"),
         "scaled": (torch.amp.GradScaler(x.device.type).scale(out.mean()), "a mean over 40"),
         "smoothed": (cross_entropy(out, y, label_smoothing=0.1), "a mean over 10"),
         "probabilities": (cross_entropy(out, p), "a mean over 10"),
         "batchmean": (functional.kl_div(logs, p, reduction="batchmean"), "a mean over 10"),
-        "ctc": (functional.ctc_loss(paths, y[:4].view(2, 2) + 1, *lengths), "a mean over 2"),
+        "ctc": (functional.ctc_loss(paths.cpu(), codes.cpu(), *lengths), "a mean over 2"),
         "nanmean": (out.nanmean(), "a mean over 40"),
         "margins": (functional.multi_margin_loss(out, y), "a mean over 10"),
         "weighted": (functional.nll_loss(logs, y, weight=p[0]), "a mean over 10"),

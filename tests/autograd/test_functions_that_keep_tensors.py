@@ -162,6 +162,10 @@ def by_constant(ctx: Any, x: Tensor, mask: Tensor) -> Tensor:
     return x * mask
 
 
+def by_saved(ctx: Any, g: Tensor) -> Any:
+    return g * ctx.saved_tensors[1], None
+
+
 def by_input(ctx: Any, x: Tensor) -> Tensor:
     ctx.save_for_backward(x)
     ctx.unused = x.sum()
@@ -181,8 +185,8 @@ LINEAR: dict[str, tuple[Apply, Apply]] = {
         lambda x: x * MASK.to(x),
     ),
     "saved constant": (
-        lambda x: made(by_constant, lambda ctx, g: (g * ctx.saved_tensors[1], None))(x, CONSTANT),  # type: ignore[call-arg]
-        lambda x: x * CONSTANT,
+        lambda x: made(by_constant, by_saved)(x, CONSTANT.to(x)),  # type: ignore[call-arg]
+        lambda x: x * CONSTANT.to(x),
     ),
     "input": (made(by_input, lambda ctx, g: 3 * g * ctx.saved_tensors[0] ** 2), lambda x: x**3),
     "output": (made(by_output, lambda ctx, g: g * ctx.saved_tensors[0]), Tensor.exp),

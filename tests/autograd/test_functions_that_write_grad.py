@@ -365,7 +365,7 @@ def test_what_is_no_leaf_of_the_call_is_refused(device: torch.device) -> None:
 
 def loss_of_step(params: Any, outer: Any, batch: Any) -> Tensor:
     weight = params["weight"]
-    return recomputed(lambda y: y * BIAS, weight).sum()
+    return recomputed(lambda y: y * BIAS.to(y), weight).sum()
 
 
 BIAS = torch.ones(3, requires_grad=True)

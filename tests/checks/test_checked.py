@@ -281,7 +281,7 @@ def test_a_gradient_that_a_hook_above_has_written_on(device: torch.device, of: s
 def test_a_batched_pass_of_another_thread(device: torch.device) -> None:
     """Its gradients are batches, which arrive at the same parameters."""
     w = torch.ones(3, device=device, requires_grad=True)
-    z = w * 1
+    z = (w * 1).cpu()  # whose hook does not hold up the device's thread, which the other needs
     others: list[Tensor] = []
 
     def another() -> None:

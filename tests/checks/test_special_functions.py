@@ -290,13 +290,16 @@ ENDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "by name": lambda a, b: torch.linspace(start=a, end=b, steps=4).to(D),
     "logspace": lambda a, b: torch.logspace(a, b, 5, base=3.0, dtype=D),
     "operator": lambda a, b: torch.ops.aten.logspace.Tensor_Tensor(a, b, 3).to(D),
-    "one end": lambda a, b: torch.linspace(2.0, b, 5, dtype=D) * a,
+    "one end": lambda a, b: torch.linspace(2.0, b, 5, dtype=D).to(a) * a,
 }
 
 
 @pytest.mark.parametrize("name", ENDS)
 def test_points_between_tensors(device: torch.device, name: str) -> None:
-    fn = ENDS[name]
+
+    def fn(*ends: Tensor) -> Tensor:
+        return ENDS[name](*ends).to(device)  # torch makes them on the CPU, without device=
+
     ends = [torch.tensor(v, dtype=D, device=device) for v in (1.0, 2.5)]
     value, (by_start, by_end) = func.value_and_grads(lambda *x: fn(*x).sum(), (0, 1))(*ends)
     assert torch.equal(value, fn(*ends).sum())

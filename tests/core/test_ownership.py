@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
+import gradkit
 from gradkit._core import ownership
 
 
@@ -46,6 +48,37 @@ def test_what_an_operator_writes_on(device: torch.device) -> None:
     outs = {"out": out, "save_mean": out, "save_invstd": out}
     written = ownership.written_tensors(aten.native_batch_norm.out, args, outs)
     assert {id(mean), id(var), id(out)} == set(map(id, written))
+    stream = torch.Stream(device) if device.type != "cpu" else None
+    assert not ownership.written_tensors(aten.record_stream.default, (x, stream), {})
     gathered = (x, mean, var, mean, var, 0.1, 1e-5, 2)
     written = ownership.written_tensors(aten.batch_norm_gather_stats.default, gathered, {})
     assert set(map(id, written)) == {id(mean), id(var)}
+
+
+def test_nothing_is_copied_that_can_be_kept(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread of a device lets go of a gradient some time after a pass has ended."""
+    copied: list[torch.Tensor] = []
+    copy_for = ownership.copy_for
+
+    def copy(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+        copied.append(grad)
+        return copy_for(grad, param)
+
+    monkeypatch.setattr(ownership, "copy_for", copy)
+    net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(10))).to(device)
+    x = torch.randn(2, 4, device=device)
+    for _ in range(50):
+        gradkit.value_and_grads(net(x).square().mean(), net)
+        gradkit.per_loss_grads({"a": net(x).sum(), "b": net(x).square().sum()}, net)
+    assert len(copied) < 300  # of 3000; it may not get its turn on a busy machine
+
+
+def test_what_a_hook_keeps_is_copied(device: torch.device) -> None:
+    w = torch.ones(3, device=device, requires_grad=True)
+    kept: list[torch.Tensor] = []
+    w.register_hook(kept.append)
+    _, grad = gradkit.value_and_grads((w * 2).sum(), w)
+    grad.mul_(5)
+    assert kept[0].tolist() == [2, 2, 2]

@@ -103,7 +103,9 @@ CALLS: dict[str, Callable[[Params], Any]] = {
     "capture_grads, safe_retain, backward_": in_a_block,
     "func.value_and_grads": lambda p: gradkit.func.value_and_grads(loss_of)(p),
     "func.per_loss_grads": lambda p: gradkit.func.per_loss_grads(losses_of)(p),
-    "func.per_sample_grads": lambda p: gradkit.func.per_sample_grads(loss_of)(p, torch.ones(2)),
+    "func.per_sample_grads": lambda p: gradkit.func.per_sample_grads(loss_of)(
+        p, torch.ones(2, device=next(iter(p.values())).device)
+    ),
     "func.hvp": lambda p: gradkit.func.hvp(loss_of, p, p),
     "func.jvp": lambda p: gradkit.func.jvp(losses_of, (p,), (p,)),
     "func.vjp": pulled,

@@ -85,7 +85,9 @@ def test_calls_inside_of_calls(device: torch.device) -> None:
     assert_same_bits([value, second], [(3 * w.detach() ** 2).sum(), 6 * w.detach()])
     rows = func.per_loss_grads(ours)(w)
     torch.testing.assert_close(rows, torch.diag(6 * w.detach()))
-    samples = func.per_sample_grads(lambda w, x: (ours(w) * x).sum())(w, torch.eye(2))
+    samples = func.per_sample_grads(lambda w, x: (ours(w) * x).sum())(
+        w, torch.eye(2, device=device)
+    )
     torch.testing.assert_close(samples, torch.diag(6 * w.detach()))
     torch.testing.assert_close(
         func.value_and_grads(lambda w: jvp(cubes, (w,), (torch.ones_like(w),))[1])(w)[1],

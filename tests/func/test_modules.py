@@ -304,7 +304,8 @@ PARAMS_AND_BUFFERS: list[tuple[Callable[[Any, Any], tuple[Any, Any]], str]] = [
 
 @pytest.mark.parametrize(("given", "words"), PARAMS_AND_BUFFERS)
 def test_trees_that_do_not_fit_are_refused(device: torch.device, given: Any, words: str) -> None:
-    module = Tied().to(device)
+    with device:  # `.to(device)` gives each name of a tied buffer one of its own
+        module = Tied()
     call, params, buffers = make_functional(module)
     calls: list[Any] = []
     module.register_forward_pre_hook(lambda *_: calls.append(1))
@@ -597,12 +598,13 @@ class TwoNames(nn.Module):
 @pytest.mark.parametrize("name", ["a", "b"])
 def test_a_buffer_under_two_names_of_one_module(device: torch.device, name: str) -> None:
     x = torch.ones(2, device=device)
-    module = TwoNames(name, in_place=True).to(device)
+    with device:  # `.to(device)` gives each name a buffer of its own
+        module, assigns = (TwoNames(name, in_place=here) for here in (True, False))
     call, params, buffers = make_functional(module)
     out, after = call(params, buffers, x)
     assert torch.equal(out, module(x))
     assert torch.equal(after["a"], module.get_buffer("a"))
-    call, params, buffers = make_functional(TwoNames(name, in_place=False).to(device))
+    call, params, buffers = make_functional(assigns)
     with pytest.raises(gradkit.UnsupportedGraphError, match="under both its names, 'a' and 'b'"):
         call(params, buffers, x)
 

@@ -307,7 +307,7 @@ UNBATCHABLE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "item": lambda w, x: (w * x).sum() * x.sum().item(),
     "a number": lambda w, x: (w * x).sum() * float(x.sum()),
     "a condition": lambda w, x: (w * x).sum() if x.sum() > 0 else w.sum(),
-    "numpy": lambda w, x: (w * torch.from_numpy(x.numpy())).sum(),
+    "numpy": lambda w, x: (w * torch.from_numpy(x.cpu().numpy())).sum(),
     "a list": lambda w, x: w.sum() * sum(x.tolist()),
     "a mask": lambda w, x: (w * x)[x > 0].sum(),
     "in place": lambda w, x: torch.zeros_like(w.detach()).add_(x.detach() * w.detach()).sum() * w,
@@ -382,7 +382,7 @@ def test_without_a_transform_around_torch_s_text_is_left(device: torch.device) -
         func.value_and_grads(lambda w: (torch.ones(3, 5, device=w.device) @ w).sum())(w)
     assert type(caught.value) is RuntimeError
     with pytest.raises(gradkit.UnsupportedGraphError, match="reads memory"):
-        func.value_and_grads(lambda w: torch.from_numpy(w.numpy()).sum())(w)
+        func.value_and_grads(lambda w: torch.from_numpy(w.cpu().numpy()).sum())(w)
 
 
 def test_what_was_made_in_inference_mode_raises_with_what_to_do(device: torch.device) -> None:

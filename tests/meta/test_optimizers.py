@@ -66,9 +66,15 @@ def exact_counts(cls: Any) -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
+# On a device, torch's default is to step all tensors at once, some of its numbers in float32.
+SINGLE: dict[str, Any] = {"foreach": False}
+
+
 def torchs(cls: Any, params: Any, hyper: dict[str, Any], steps: int = 5) -> list[Tensor]:
     tensors = [p.detach().clone().requires_grad_() for p in leaves(params)]
-    opt = cls(tensors, **hyper)
+    opt = cls(
+        tensors, **hyper, **(SINGLE if "foreach" in inspect.signature(cls).parameters else {})
+    )
     for t in range(steps):
         for p, grad in zip(tensors, slopes([p.detach() for p in tensors], t), strict=True):
             p.grad = grad
@@ -238,7 +244,7 @@ def test_other_dtypes(
 def test_nadam_as_torch_runs_it_by_default(device: torch.device) -> None:
     p = torch.randn(3, dtype=D, device=device)
     theirs = p.clone().requires_grad_()
-    reference = optim.NAdam([theirs])
+    reference = optim.NAdam([theirs], **SINGLE)
     for t in range(5):
         theirs.grad = slopes([theirs.detach()], t)[0]
         reference.step()
@@ -255,7 +261,7 @@ def test_a_leaf_without_a_gradient_is_skipped_as_in_torch(
     if cls is optim.SGD:
         hyper["momentum"] = 0.9
     theirs = [p.clone().requires_grad_() for p in start]
-    reference = cls(theirs, **hyper)
+    reference = cls(theirs, **hyper, **SINGLE)
     opt = meta.from_torch(cls, **hyper)
     params: Any = [p.clone().requires_grad_(graph) for p in start]
     state = opt.init(params)
@@ -528,7 +534,7 @@ def test_hyper_parameters_under_torch_func(device: torch.device, name: str) -> N
 def test_hyper_parameters_are_overridden_step_by_step(device: torch.device, cls: Any) -> None:
     params = [torch.randn(3, dtype=D, device=device)]
     theirs = [params[0].clone().requires_grad_()]
-    reference = cls(theirs, lr=0.1)
+    reference = cls(theirs, lr=0.1, **SINGLE)
     opt = meta.from_torch(cls, lr=0.1)
     state = opt.init(params)
     for t, lr in enumerate([0.1, 0.03, 0.3]):
@@ -681,7 +687,7 @@ def test_a_wrapped_class_takes_a_tree_of_hyper_parameters(
     tree = {"w": 0.03, "more": [0.1, 0.2], "none": None}
     expected = [p.detach().clone() for p in leaves(params)]
     groups = [{"params": [p], key: x} for p, x in zip(expected, [0.03, 0.1, 0.2], strict=True)]
-    theirs = cls(groups)
+    theirs = cls(groups, **SINGLE)
     for t in range(5):
         for p, grad in zip(expected, slopes(expected, t), strict=True):
             p.grad = grad
@@ -901,7 +907,7 @@ def test_what_is_switched_off_for_a_step_is_as_in_torch(
     params = [torch.randn(3, dtype=D, device=device)]
     theirs = [params[0].clone().requires_grad_()]
     every = {"lr": 0.1, **hyper, **({"betas": (0.9, 0.5)} if "amsgrad" in hyper else {})}
-    reference, opt = cls(theirs, **every), meta.from_torch(cls, **every)
+    reference, opt = cls(theirs, **every, **SINGLE), meta.from_torch(cls, **every)
     off = {name: 0.0 if name == "momentum" else False for name in hyper}
     state = opt.init(params)
     for t, now in enumerate([hyper, off, hyper, off]):

@@ -254,13 +254,13 @@ def test_dropout(device: torch.device, x: Tensor) -> None:
 
 
 def test_dropout_that_falls_on_other_places(device: torch.device) -> None:
-    """Under torch.func the attention's dropout fills its mask in another order."""
+    """Under torch.func the attention's dropout on the CPU fills its mask in another order."""
     model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5, batch_first=True).to(device)
     x = torch.randn(2, 3, 8, device=device)
     with as_before(model):
         found = compare(mean_square, model, x)
-    assert reasons(found)
-    assert set(reasons(found).values()) == {"unknown"}
+    assert reasons(found) or device.type != "cpu"
+    assert set(reasons(found).values()) <= {"unknown"}
     assert model.self_attn.dropout == model.dropout1.p == 0.5
 
 

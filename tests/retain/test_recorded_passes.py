@@ -221,3 +221,38 @@ def test_a_pass_of_a_hook_inside_a_hidden_one_is_recorded(device: torch.device) 
     with gradkit.safe_retain(h) as kept:
         gradkit.gram(losses, w, chunk_size=1)
     assert [grad.tolist() for grad in kept.passes] == [[3, 3, 3]]
+
+
+def test_a_hook_of_the_same_tensor_runs_a_pass(device: torch.device) -> None:
+    """What arrives after it is recorded, also in the thread of a device."""
+    w, v = (torch.ones(3, device=device, requires_grad=True) for _ in range(2))
+    h, other = w * 2, (v * v).sum()
+    h.register_hook(lambda _: torch.autograd.grad(other, v, retain_graph=True) and None)
+    loss = h.square().sum()
+    with gradkit.safe_retain({"h": h, "w": w}) as kept:
+        for _ in range(2):
+            loss.backward(retain_graph=True)
+    assert [grad.tolist() for grad in kept.passes["h"]] == [[4, 4, 4]] * 2
+    assert [grad.tolist() for grad in kept.passes["w"]] == [[8, 8, 8]] * 2
+
+
+@pytest.mark.parametrize("name", ["backward", "value_and_grads", "per_loss_grads", "gram"])
+def test_the_passes_that_hooks_run(device: torch.device, name: str) -> None:
+    """They are recorded as outside of hooks: of gradkit's, all that return gradients."""
+    w, u = (torch.ones(3, device=device, requires_grad=True) for _ in range(2))
+    h, z = w * 2, w * 3
+    runs: dict[str, Callable[[Tensor], object]] = {
+        "backward": lambda loss: loss.backward(),
+        "value_and_grads": lambda loss: gradkit.value_and_grads(loss, u),
+        "per_loss_grads": lambda loss: gradkit.per_loss_grads(loss, u),
+        "gram": lambda loss: gradkit.gram([loss], u),
+    }
+    inner = (h * u).sum()
+
+    def run(_: Tensor) -> None:
+        runs[name](inner)
+
+    z.register_hook(run)
+    with gradkit.safe_retain(h) as kept:
+        z.sum().backward()
+    assert [grad.tolist() for grad in kept.passes] == [[1, 1, 1]] * (name != "gram")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import pytest
 import torch
 from torch import Tensor
 from torch.func import grad, jvp
@@ -155,6 +156,8 @@ def space_beyond_a_matrix(device: torch.device) -> Case:
 
 
 def second_of_a_norm_of_zero(device: torch.device) -> Case:
+    if device.type != "cpu":
+        pytest.skip("no device waits for a look: it is wrong there, as in torch")
     x, along = torch.tensor([[0.0, 0.0], [1.0, 2.0]], dtype=D, device=device)
 
     def squared(x: Tensor) -> Tensor:

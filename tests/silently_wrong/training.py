@@ -16,7 +16,7 @@ from tests.silently_wrong._row import Case, D, Row
 def theirs(cls: Any, grads: list[Tensor], **hyper: Any) -> Tensor:
     """Return where steps along these gradients lead from 1."""
     p = torch.ones_like(grads[0])
-    optimizer = cls([p], differentiable=True, **hyper)
+    optimizer = cls([p], differentiable=True, foreach=False, **hyper)
     for g in grads:
         p.grad = g
         optimizer.step()

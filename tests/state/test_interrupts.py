@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import gradkit
 from gradkit import func, meta
 from gradkit._checks import checked
+from gradkit._compat import autograd
 from gradkit._compat.transforms import default_hooks, transforms
 from gradkit._core import grad_recorder, user_code
 from gradkit._state import grad_attribute, module_state, rerun
@@ -111,8 +112,9 @@ def modes() -> dict[str, Any]:
         "requires_grad_": torch._C._functorch.get_inplace_requires_grad_allowed(),
         "kernels": [rerun.attention_kernels(), torch._C._get_mkldnn_enabled()],
         "autocast": torch.is_autocast_enabled("cpu"),
-        "observers": list(grad_recorder.observers.active),
-        "hidden": [set(grad_recorder._hidden_passes), grad_recorder.observers.begin],
+        "observers": [one.active for one in grad_recorder.observers.values()],
+        "hidden": set(grad_recorder._hidden_passes),
+        "thread": torch._C._is_key_in_tls(autograd._CALLER),
         "checked": list(checked.open_monitors),
         "monitors": monitor.active_monitors(),
         "writes": rerun._writes_of_run.get(),
@@ -370,11 +372,11 @@ def test_what_is_left_is_seen(device: torch.device, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(grad_recorder, "undone", lambda _: nullcontext())
     lines = Interrupt()
     assert not lines(retain.make(World(device)))
-    grad_recorder.observers.active.clear()
+    grad_recorder.observers.clear()
     # Not the last line of all: it may be in `__del__` of a node, where Python goes on.
     last = [line for line in lines.lines if line[0].co_name == "safe_retain"][-1]
     assert not leaves_all(device, retain, (last, lines.lines.count(last)), [])
-    grad_recorder.observers.active.clear()
+    grad_recorder.observers.clear()
 
 
 def text(line: Line) -> str:

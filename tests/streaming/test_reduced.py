@@ -174,14 +174,18 @@ def test_a_pass_of_another_thread(device: torch.device) -> None:
     w = torch.ones(2, device=device, requires_grad=True)
     other, outside, calls = (w * 5).sum(), [], []
 
-    def fn(grad: Tensor) -> Tensor:
-        calls.append(grad)
+    def start_another(_: Tensor) -> None:
         thread = Thread(target=lambda: outside.extend(torch.autograd.grad(other, w)))
         thread.start()
         thread.join()
+
+    def fn(grad: Tensor) -> Tensor:
+        calls.append(grad)
         return grad.clone()
 
-    _, reduced = gradkit.value_and_reduced_grads((w * 2).sum(), [w], fn)
+    z = (w * 2).cpu()  # whose hook does not hold up the device's thread, which the other needs
+    z.register_hook(start_another)
+    _, reduced = gradkit.value_and_reduced_grads(z.sum(), [w], fn)
     assert len(calls) == 1
     assert_same_bits(outside, [torch.full((2,), 5.0, device=device)])
     assert_same_bits(reduced, [torch.full((2,), 2.0, device=device)])
