@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from threading import local
 from typing import Any, TypeAlias
 from weakref import WeakSet
 
@@ -37,6 +38,20 @@ _HOOKED, _MADE = (
     "gradkit: a hook has changed what arrived",
     "gradkit: a gradient that hooks changed",
 )
+
+
+class _Counted(local):
+    """How many passes of a thread have given gradients that hooks changed, with a graph."""
+
+    passes = 0
+
+
+_counted = _Counted()
+
+
+def passes_changed() -> int:
+    """Return how many passes of this thread hooks have changed, of those with a graph."""
+    return _counted.passes
 
 
 def any_changed_gradients() -> bool:
@@ -170,6 +185,7 @@ def _mark(
 ) -> None:
     """Mark the gradients that hooks have changed; raise for one that has lost its graph."""
     mark = _Mark()
+    _counted.passes += 1
     for node, before, after in changes:
         if before is not None and after is not None and before.requires_grad:
             made = edge(before).node

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gradkit import errors
+from gradkit._checks.hooks_in_passes import passes_changed
 from gradkit._checks.modified_tensors import refuse_written_since, saved_versions
 from gradkit._compat.dynamo import functions_traced, inlined_function
 from gradkit._compat.transforms import carries_graph, differentiated, level_of, transforms
@@ -376,8 +377,14 @@ def _grads_and_products(
         )
 
     def reverse() -> tuple[Any, Any, Tensors]:
+        before = passes_changed()
         grads, pull, losses = torch.func.vjp(grads_at, *point, has_aux=True)  # type: ignore[misc]
-        return grads, pull(along), losses
+        if passes_changed() == before:
+            return grads, pull(along), losses
+        # A gradient that a hook has changed may have a Jacobian that is not symmetric: its product
+        # with the direction is that of the transpose of the transpose.
+        _, push = torch.func.vjp(lambda *x: pull(x), *map(torch.zeros_like, along))  # type: ignore[misc]
+        return grads, push(along), losses
 
     return named_errors(reverse, nested=True)
 

@@ -439,3 +439,30 @@ def test_a_hook_inside_a_function_that_cuts_the_graph(
         call(loss(lambda g: 3 * g.detach()), w)
     _, grad = func.value_and_grads(loss(lambda g: 3 * g.detach()))(w)  # a first derivative
     torch.testing.assert_close(grad, 32 * w**3)
+
+
+@given(
+    entries=st.lists(st.floats(-2, 2), min_size=4, max_size=4),
+    paths=st.lists(st.sampled_from(["plain", "tensor", "prehook"]), min_size=2, max_size=2),
+)
+def test_both_modes_of_hvp_have_the_change_of_the_gradient(
+    device: torch.device, entries: list[float], paths: list[str]
+) -> None:
+    """The Jacobian of a gradient that a hook has changed on some paths is not symmetric."""
+    mix = torch.tensor(entries, dtype=D, device=device).view(2, 2)
+
+    def loss(w: Tensor) -> Tensor:
+        first, second = (
+            w[i] * 1 if path == "plain" else PLACES[path](w[i] * 1, lambda grad: 3 * grad)[0]
+            for i, path in enumerate(paths)
+        )
+        return ((mix @ torch.stack([first, second])) ** 3).sum() + (first * w[1]) ** 2
+
+    w = torch.tensor([0.7, -1.2], dtype=D, device=device)
+    along = torch.tensor([0.5, 2.0], dtype=D, device=device)
+    forward = func.hvp(loss, w, along)
+    reverse = func.hvp(loss, w, along, mode="reverse-over-reverse")
+    torch.testing.assert_close(reverse, forward)
+    step = 1e-6 * along
+    slopes = [func.value_and_grads(loss)(w + sign * step)[1] for sign in (1, -1)]
+    torch.testing.assert_close(forward[1], (slopes[0] - slopes[1]) / 2e-6, rtol=1e-6, atol=1e-6)

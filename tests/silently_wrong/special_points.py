@@ -198,7 +198,7 @@ ROWS = [
         0.0, 0.5, "`func.value_and_grads`, nested", second_of_a_zeroth_power,
     ),
     Row(
-        "`jvp(grad(lambda x: vector_norm(x) ** 2), (x,), (v,))[1]` at zero on the CPU, `v` `[1, 2]`",
+        "`jvp(grad(lambda x: vector_norm(x) ** 2), (x,), (v,))[1]` at 0 on the CPU, `v` `[1, 2]`",
         [0.0, 0.0], [2.0, 4.0], "`func.hvp`", second_of_a_norm_of_zero,
         refuses=gradkit.UnsupportedGraphError, instead="of `x.square().sum()`",
     ),
