@@ -1,11 +1,15 @@
-"""The loss and gradient of a function, against torch.func."""
+"""The loss and gradient of a function, against torch.func, and the engine called by hand."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor
-from torch.func import grad_and_value
+from torch.func import functional_call, grad_and_value, jacrev
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import gradkit
 from benchmarks import models
@@ -15,22 +19,55 @@ from benchmarks.plan import Plan
 from benchmarks.row import Row, timed
 
 GRAD_AND_VALUE = "torch.func.grad_and_value"
-# Width, depth, samples.
+BY_HAND = "leaves, autograd.grad"
+# Width, depth, samples; and the targets over hand: with a graph where one is needed, and without.
 SIZES = {
     "5 layers, 16 wide": (16, 5, 16),
+    "10 layers, 64 wide": (64, 10, 32),
     "200 params, 16 wide": (16, 100, 16),
     "6 layers, 256 wide": (256, 6, 64),
 }
+_LIMITS = {
+    "5 layers, 16 wide": (1.65, 1.45),
+    "10 layers, 64 wide": (1.50, 1.30),
+    "200 params, 16 wide": (1.35, 1.20),
+    "6 layers, 256 wide": (1.15, 1.10),
+}
 SMALL = {"2 layers, 4 wide": (4, 2, 3)}
+_LOSSES = 4
+_Run = Callable[[Any, Tensor], Any]
 
 
 def rows(plan: Plan) -> Iterator[Row]:
-    """Yield a row for each size."""
+    """Yield the rows of each size, of a function and of a module, and those of other losses."""
     for name, size in (SMALL if plan.quick else SIZES).items():
-        both = sides(models.layers(*size, plan.device))
-        timings = measure(both, plan.device, plan.effort)
-        what = f"func.value_and_grads, {name}"
-        yield timed(what, GRAD_AND_VALUE, timings, theirs="raw", limit=1.10)
+        task = models.layers(*size, plan.device)
+        timings = measure(sides(task), plan.device, plan.effort)
+        yield timed(
+            f"func.value_and_grads, {name}", GRAD_AND_VALUE, timings, theirs="raw", limit=1.10
+        )
+        limits: Any = _LIMITS.get(name, (None, None))
+        for what, some in ((name, task), (f"make_functional, {name}", _as_module(*size, plan))):
+            timings = measure(_over_hand(some), plan.device, plan.effort)
+            for ours, limit in zip(("gradkit", "cut"), limits, strict=True):
+                suffix = ", create_graph=False" if ours == "cut" else ""
+                call = f"func.value_and_grads over hand, {what}{suffix}"
+                yield timed(call, BY_HAND, timings, ours=ours, theirs="hand", limit=limit)
+            call = f"torch.func.grad_and_value over hand, {what}"
+            yield timed(call, BY_HAND, timings, ours="raw", theirs="hand", limit=None)
+    width, depth, batch = (4, 2, 3) if plan.quick else (32, 3, 16)
+    task = models.layers(width, depth, batch, plan.device)
+    timings = measure(_of_forces(task), plan.device, plan.effort)
+    for ours, limit in (("gradkit", 1.7), ("cut", 1.5), ("raw", None)):
+        what = {"gradkit": "func", "cut": "func, create_graph=False", "raw": "torch.func"}[ours]
+        call = f"energies and forces over hand, {what}"
+        yield timed(call, BY_HAND, timings, ours=ours, theirs="hand", limit=limit)
+    task = models.layers(4 if plan.quick else 16, 2 if plan.quick else 5, 16, plan.device)
+    timings = measure(_of_losses(task), plan.device, plan.effort)
+    for ours in ("gradkit", "eager", "raw"):
+        what = {"gradkit": "func", "eager": "eager", "raw": "jacrev"}[ours]
+        call = f"{_LOSSES} losses over hand, {what}"
+        yield timed(call, BY_HAND, timings, ours=ours, theirs="hand", limit=None)
 
 
 def sides(task: Function) -> dict[str, Side]:
@@ -44,3 +81,100 @@ def sides(task: Function) -> dict[str, Side]:
         return raw(task.params, batch)
 
     return {"gradkit": Side(task.build, run_ours), "raw": Side(task.build, run_raw)}
+
+
+def _as_module(width: int, depth: int, batch: int, plan: Plan) -> Function:
+    """Return the same layers as a module, whose parameters are given."""
+    layers = [torch.nn.Linear(width, width) for _ in range(depth)]
+    module = torch.nn.Sequential(*(part for one in layers for part in (one, torch.nn.Tanh())))
+    call, params, buffers = gradkit.func.make_functional(module.to(plan.device))
+
+    def fn(params: Any, value: Tensor) -> Tensor:
+        out: Tensor = call(params, buffers, value)[0]
+        return out.square().mean()
+
+    def by_torch(params: Any, value: Tensor) -> Tensor:
+        out: Tensor = functional_call(module, params, (value,))
+        return out.square().mean()
+
+    vars(fn)["by_torch"] = by_torch
+    given: Any = {name: param.detach() for name, param in params.items()}
+    return Function(fn, given, lambda: torch.randn(batch, width, device=plan.device))
+
+
+def _leaves(params: Any) -> tuple[Any, list[Tensor]]:
+    leaves, spec = tree_flatten(params)
+    leaves = [x.detach().requires_grad_() for x in leaves]
+    return tree_unflatten(leaves, spec), leaves
+
+
+def _all_sides(task: Function, hand: _Run, raw: _Run, fn: _Run) -> dict[str, Side]:
+    calls: dict[str, _Run] = {
+        "hand": hand,
+        "gradkit": gradkit.func.value_and_grads(fn),
+        "cut": gradkit.func.value_and_grads(fn, create_graph=False),
+        "raw": raw,
+    }
+    return {name: Side(task.build, partial(call, task.params)) for name, call in calls.items()}
+
+
+def _over_hand(task: Function) -> dict[str, Side]:
+    """Return the ways to one gradient."""
+    by_torch = vars(task.fn).get("by_torch", task.fn)
+
+    def hand(params: Any, batch: Tensor) -> object:
+        tree, leaves = _leaves(params)
+        loss = by_torch(tree, batch)
+        return loss.detach(), torch.autograd.grad(loss, leaves)
+
+    return _all_sides(task, hand, grad_and_value(by_torch), task.fn)
+
+
+def _of_forces(task: Function) -> dict[str, Side]:
+    """Return the ways to the gradient of a loss of energies and forces."""
+
+    def fit(energy: Tensor, slope: Tensor) -> Tensor:
+        return energy.square() + (slope - 1).square().sum()
+
+    def energy(batch: Tensor, params: Any) -> Tensor:
+        return task.fn(params, batch)
+
+    def fn(params: Any, batch: Tensor) -> Tensor:
+        return fit(*gradkit.func.value_and_grads(energy)(batch, params))
+
+    def by_torch(params: Any, batch: Tensor) -> Tensor:
+        slope, value = grad_and_value(energy)(batch, params)
+        return fit(value, slope)
+
+    def hand(params: Any, batch: Tensor) -> object:
+        tree, leaves = _leaves(params)
+        x = batch.detach().requires_grad_()
+        value = energy(x, tree)
+        (slope,) = torch.autograd.grad(value, x, create_graph=True)
+        loss = fit(value, slope)
+        return loss.detach(), torch.autograd.grad(loss, leaves)
+
+    return _all_sides(task, hand, grad_and_value(by_torch), fn)
+
+
+def _of_losses(task: Function) -> dict[str, Side]:
+    """Return the ways to the gradients of several losses."""
+
+    def fn(params: Any, batch: Tensor) -> list[Tensor]:
+        loss = task.fn(params, batch)
+        return [loss * (index + 1) for index in range(_LOSSES)]
+
+    def hand(params: Any, batch: Tensor) -> object:
+        tree, leaves = _leaves(params)
+        losses = fn(tree, batch)
+        return [torch.autograd.grad(x, leaves, retain_graph=x is not losses[-1]) for x in losses]
+
+    learned, _ = _leaves(task.params)
+    result = _all_sides(task, hand, jacrev(lambda *args: torch.stack(fn(*args))), fn)
+    ours = gradkit.func.per_loss_grads(fn)
+    result["gradkit"] = Side(task.build, lambda batch: ours(task.params, batch))
+    result["eager"] = Side(
+        task.build, lambda batch: gradkit.per_loss_grads(fn(learned, batch), learned)
+    )
+    del result["cut"]
+    return result

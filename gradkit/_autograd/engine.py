@@ -26,10 +26,16 @@ from gradkit._compat.autograd import (
     record_stream,
     run_engine,
     tensor_hooks,
+    with_function_modes,
 )
 from gradkit._compat.distributed import full_tensor, is_dtensor
 from gradkit._compat.nodes import CHANGED
-from gradkit._compat.transforms import COMPILED_AUTOGRAD, autograd_grad, compiled_autograd_disabled
+from gradkit._compat.transforms import (
+    COMPILED_AUTOGRAD,
+    autograd_grad,
+    compiled_autograd_disabled,
+    engine_calls,
+)
 from gradkit._compat.undoing import INSIDE, undo_stack
 from gradkit._core import user_code
 from gradkit._core.call import Call
@@ -43,6 +49,7 @@ from gradkit._core.grad_recorder import (
 from gradkit._core.graph import Subgraph, edge
 from gradkit._core.known_results import merged
 from gradkit._core.ownership import PLAIN_TYPES
+from gradkit._core.user_code import user_code_may_run
 from gradkit._state.grad_attribute import grads_put_back, set_grads
 from gradkit._state.recomputed_tensors import recompute_hooks, recomputed_tensor_sources
 from gradkit._torch_bugs.missing import missing_derivative
@@ -302,12 +309,21 @@ def inner_grads(
     if not pairs or not inputs:
         return [x.grad if accumulate else None for x in inputs]
     roots, seeds = zip(*pairs, strict=True)
-    options = retain_graph, create_graph
-    with recompute_hooks() if create_graph else nullcontext(), INSIDE:
+    options = create_graph if retain_graph is None else retain_graph, create_graph
+    is_plain = not accumulate and _are_plain(roots, inputs, seeds)
+    # Around a function inside of another, gradkit's own code is hidden from modes.
+    modes = with_function_modes() if engine_calls.depth and user_code_may_run() else INSIDE
+    with recompute_hooks() if create_graph else nullcontext(), modes, INSIDE:
         try:
             if accumulate:
                 torch.autograd.backward(roots, seeds, *options, inputs=inputs)
                 return [x.grad for x in inputs]
+            if is_plain:
+                given = [
+                    torch.ones_like(x) if s is None else s
+                    for x, s in zip(roots, seeds, strict=True)
+                ]
+                return list(run_engine(roots, tuple(given), *options, tuple(inputs), True))
             return list(torch.autograd.grad(roots, inputs, seeds, *options, allow_unused=True))
         except RuntimeError as error:
             refuse_checkpoint_error(error, "a loss", roots)
@@ -317,6 +333,16 @@ def inner_grads(
             if reason is None:
                 raise
             raise UnsupportedGraphError(message("the loss", *reason)) from error
+
+
+def _are_plain(roots: Sequence[Tensor], inputs: Sequence[Any], seeds: Sequence[Any]) -> bool:
+    """Return whether the engine can be called without a look at each of these."""
+    if function_mode_enabled() or not PLAIN_TYPES.issuperset(map(type, (*roots, *inputs))):
+        return False
+    return all(
+        root.numel() == 1 and not root.is_complex() if seed is None else seed.shape == root.shape
+        for root, seed in zip(roots, seeds, strict=True)
+    )
 
 
 def transform_grads(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from threading import Lock
+from threading import Lock, local
 from typing import Any
 from weakref import ref
 
@@ -31,10 +31,12 @@ from gradkit._compat.autograd import increment_version
 from gradkit._compat.checkpoints import Frame
 from gradkit._compat.distributed import local_tensor
 from gradkit._compat.nodes import IN_EVAL_MODE, kind_of_node, packed_tensors
+from gradkit._compat.transforms import engine_calls
 from gradkit._compat.undoing import INSIDE, undo_stack, undone
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.user_code import captured_by, register_own_hooks
-from gradkit._torch_bugs.monitor import ForwardMonitor
+from gradkit._state.module_state import alone
+from gradkit._torch_bugs.monitor import ForwardMonitor, OpMonitor, active_monitors
 from gradkit.errors import warn_fallback
 
 
@@ -197,6 +199,8 @@ class ForwardState:
             for name, part in module.named_modules()
         ]
         self._tensors = [(name, ref(x), _state(x)) for name, x in _named(captured)]
+        if exact.modules is not None:
+            checkpoints.run_inside(frame, _AsItRan([*captured, *exact.modules]))
 
     def changes(self) -> list[str]:
         """Return what has changed since."""
@@ -210,6 +214,49 @@ class ForwardState:
             for name, reference, before in self._tensors
             if (tensor := reference()) is not None and _state(tensor) != before
         ]
+
+
+class _Exact(local):
+    """The modules into which calls of this thread have put tensors; None outside of all blocks."""
+
+    modules: tuple[nn.Module, ...] | None = None
+
+
+exact = _Exact()
+
+
+class _AsItRan:
+    """Lets a checkpoint recompute with the tensors that its modules had in the forward pass."""
+
+    # torch.func.functional_call, and make_functional, have put them there, and back since.
+
+    def __init__(self, captured: Iterable[object]) -> None:
+        modules = {part for x in captured if isinstance(x, nn.Module) for part in x.modules()}
+        self._params = [(one._parameters, dict(one._parameters)) for one in modules]
+        # Copies: what the forward pass writes on has other values by then.
+        self._buffers = [
+            (one._buffers, {k: _copy_of(x) for k, x in one._buffers.items()}) for one in modules
+        ]
+        self._calls, self._is_monitored = engine_calls.depth, active_monitors() > 0
+
+    def __call__(self, recompute: Callable[..., None], *args: Any) -> None:
+        """Recompute."""
+        buffers = [(x, {k: _copy_of(b) for k, b in then.items()}) for x, then in self._buffers]
+        with alone(), undo_stack() as stack:
+            tables: list[Any] = [*self._params, *buffers]
+            for table, then in tables:
+                stack.enter_context(undone(partial(table.update, {k: table[k] for k in then})))
+                table.update(then)
+            stack.enter_context(undone(partial(setattr, engine_calls, "depth", engine_calls.depth)))
+            engine_calls.depth = self._calls - self._is_monitored
+            monitor = OpMonitor()
+            engine_calls.depth = self._calls
+            with monitor.noting() if self._is_monitored else INSIDE, INSIDE:
+                recompute(*args)
+
+
+def _copy_of(buffer: Tensor | None) -> Tensor | None:
+    return buffer if buffer is None or buffer.requires_grad else buffer.detach().clone()
 
 
 def _named(captured: Iterable[object]) -> Iterator[tuple[str, Tensor]]:
@@ -244,9 +291,9 @@ class _Recording:
         with self._lock, INSIDE:
             if not self._blocks:
                 self._before = dict(checkpoints.determinism_checks)
+                for name, check in self._before.items():
+                    checkpoints.determinism_checks[name] = partial(_value, check)
             self._blocks.add(block)
-            for name, check in self._before.items():
-                checkpoints.determinism_checks[name] = partial(_value, check)
 
     def leave_block(self, block: object) -> None:
         """End a block, which may have ended before."""
@@ -256,10 +303,12 @@ class _Recording:
                 checkpoints.determinism_checks.update(self._before)
 
 
-_recording = _Recording()
+recording = _Recording()
+
+
 _of_process = StepMonitor() if os.environ.get("GRADKIT_CHECKED", "0") not in ("", "0") else None
 _monitor = ContextVar("monitor", default=_of_process)
-for _watching in (_of_process, _checked_forward(), _recording) if _of_process is not None else ():
+for _watching in (_of_process, _checked_forward(), recording) if _of_process is not None else ():
     _watching.enter_block("GRADKIT_CHECKED")
 
 
@@ -318,7 +367,7 @@ def checked() -> Iterator[None]:
     if monitor is None:
         monitor = StepMonitor()
         _monitor.set(monitor)
-    block, watching = object(), (monitor, _checked_forward(), _recording)
+    block, watching = object(), (monitor, _checked_forward(), recording)
     with undo_stack() as stack:
         for one in watching:
             stack.enter_context(undone(partial(one.leave_block, block)))

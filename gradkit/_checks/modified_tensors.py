@@ -281,10 +281,10 @@ _WRITE_ON_THEIR_OWN = {
     "GeneratedBackwardFor_torch_nn__linear_cross_entropy_batch_chunked_no_reduction_defaultBackward",
 }.union(names_of_nodes("""
     Aminmax AsStrided AsStridedScatter BinaryCrossEntropy BinaryCrossEntropyWithLogits Clamp
-    ClampMax.1 ClampMin.1 Copysign Cummax Cummin FftC2R Fmax Fmin Gather Index IndexSelect Kthvalue
-    LinalgHouseholderProduct MaskedSelect Max Max.1 Maximum Median Median.1 Min Min.1 Minimum
-    MkldnnRnnLayer Mode Nanmedian Nanmedian.1 NativeGroupNorm Nextafter Normal.1 Normal.3 Ormqr Sort
-    Sort.1 Take Topk Trace
+    ClampMax.1 ClampMin.1 Copysign Cummax Cummin Cumprod FftC2R Fmax Fmin Gather Index IndexSelect
+    Kthvalue LinalgHouseholderProduct MaskedSelect Max Max.1 Maximum Median Median.1 Min Min.1
+    Minimum MkldnnRnnLayer Mode Nanmedian Nanmedian.1 NativeGroupNorm Nextafter Normal.1 Normal.3
+    Ormqr Sort Sort.1 Take Topk Trace
 """))  # fmt: skip
 # The most common of those that make a new tensor, and never hand on the one that they were given.
 _MAKE_NEW = frozenset(

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.overrides import TorchFunctionMode
 
-from gradkit._checks.checked import compare_values, differs, has_values, what_changed
+from gradkit._checks import checked
+from gradkit._checks.checked import compare_values, differs, has_values, recording, what_changed
 from gradkit._checks.modified_tensors import nodes_by_loss, without_hint
 from gradkit._compat import checkpoints
 from gradkit._compat.checkpoints import Frame
+from gradkit._compat.dynamo import leave_uncompiled
 from gradkit._compat.nodes import (
     DRAW_AFTER_SAVING,
     hooked_tensors,
@@ -23,66 +25,43 @@ from gradkit._compat.nodes import (
     raise_freed,
     saved,
 )
-from gradkit._compat.transforms import default_hooks, differentiated, is_transform_tensor
-from gradkit._core import graph, pytree
+from gradkit._compat.transforms import differentiated, is_transform_tensor
+from gradkit._compat.undoing import INSIDE, undone
+from gradkit._core import pytree
 from gradkit._core.call import Call
-from gradkit._core.graph import nodes_in_order
-from gradkit._core.pytree import PyTree
+from gradkit._core.graph import Subgraph, nodes_in_order
+from gradkit._core.user_code import captured_by
 from gradkit._state import rng
+from gradkit._state.copy_on_write import tensors_in
 from gradkit.errors import UnsupportedGraphError, describe, first_line, message
 
-
-@dataclass(frozen=True)
-class StateBeforeCall:
-    """The state before a call."""
-
-    frames: int  # how many checkpoints wait to recompute, plus a constant
-    nodes: Iterable[Node]  # where the graphs of the call's inputs begin, which are not the call's
-    # The unpack hook around it: that of a checkpoint of the whole call, say, which recomputes the
-    # call and not the module.
-    outer: object
+R = TypeVar("R")
 
 
-def before(inputs: PyTree) -> StateBeforeCall | None:
-    """Return the state before a call; None if no graph is recorded."""
+def exact(run: Callable[[], R], *modules: nn.Module) -> R:
+    """Return what a function of the user's gives; its checkpoints recompute as they ran.
+
+    Where torch.func.functional_call has put tensors into a module, or the caller into these, they
+    are there when it recomputes; a pass raises if it comes to other values even so.
+    """
     # Inside a derivative of torch.func, a checkpoint raises by itself.
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or differentiated():
-        return None
-    # The nodes of now: an operation in place replaces them. An edge costs some microseconds, and
-    # `refuse` asks for none where no checkpoint exists.
-    nodes = [(x, x.grad_fn) for x in _differentiable(inputs)]
-    lazy = (graph.edge(x).node if node is None else node for x, node in nodes)
-    hooks = default_hooks() or (None, None)
-    return StateBeforeCall(checkpoints.frames_waiting(), lazy, hooks[1])
+        return run()
+    frames, outer, block = checkpoints.frames_waiting(), checked.exact.modules, object()
 
+    def leave() -> None:
+        checked.exact.modules = outer
+        recording.leave_block(block)
 
-def refuse(out: PyTree, snapshot: StateBeforeCall | None) -> None:
-    """Raise if the graph of a call's result would be recomputed with other parameters."""
-    if snapshot is None:
-        return
-    frames = checkpoints.frames_waiting()
-    if frames <= 0:
-        return  # there is no checkpoint anywhere, and no graph to walk
-    # One that was made meanwhile is seen wherever its output is. If another one went meanwhile,
-    # their number tells nothing, and the graph has to be looked at.
-    below = graph.nodes_in_order(_differentiable(out), snapshot.nodes)
-    hooks = (one.unpack_hook for node in below for one in hooked_tensors(node))
-    inside = (checkpoints.frame_of(hook) for hook in hooks if hook is not snapshot.outer)
-    if frames > snapshot.frames or any(frame is not None for frame in inside):
-        got = "one with torch.utils.checkpoint: its backward pass would recompute with the "
-        got += "module's own parameters, not the ones of this call"
-        fix = "switch it off in the module, and checkpoint the whole call: torch.utils.checkpoint."
-        fix += "checkpoint(call, params, buffers, x, use_reentrant=False); in meta.unroll, "
-        fix += 'memory="recompute" does the same'
-        expected = "a module without checkpoints inside"
-        raise UnsupportedGraphError(message("module", expected, got, fix))
-
-
-def _differentiable(tree: PyTree) -> list[Tensor]:
-    """Return the tensors of a tree that require grad, without those that a transform wraps."""
-    leaves, _ = pytree.flatten(tree)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-    return [tensor for tensor in tensors if not is_transform_tensor(tensor)]
+    with undone(leave):
+        recording.enter_block(block)
+        checked.exact.modules = (*(outer or ()), *modules)
+        out = run()
+    if checkpoints.frames_waiting() > max(frames, 0):
+        tensors = [x for x in pytree.tensors(out) if x.requires_grad and not is_transform_tensor(x)]
+        nodes = Subgraph(tensors).nodes
+        compare_values(_frames(nodes), nodes)
+    return out
 
 
 def refuse_other_tensors(call: Call, *, thorough: bool = False) -> None:
@@ -103,6 +82,7 @@ def refuse_other_tensors(call: Call, *, thorough: bool = False) -> None:
             raise UnsupportedGraphError(message(where, f"{expected}forward pass", got, fix))
     elsewhere = bool(frames) and len(rng.states()) > 1  # on an accelerator
     for frame in frames:
+        _refuse_other_params(frame, call)
         if elsewhere or not checkpoints.preserves_rng_state(frame):
             _refuse_other_draws(frame, call.losses.path(call.differentiated[0]))
     if any(map(has_values, frames)):
@@ -168,29 +148,84 @@ def _loses_noise(node: Any) -> str:
 
 def _refuse_other_draws(frame: Frame, where: str) -> None:
     """Let a checkpoint raise if it draws random numbers anew when it recomputes, the next time."""
-    # Not the call: the graph has the frame, and what of Python's it has is not collected.
-    reference, original = ref(frame), frame.recompute_fn
+    name = _function(frame)
 
-    def recompute(*args: Any) -> None:
-        frame = reference()
-        if frame is not None:
-            frame.recompute_fn = original
+    preserves = checkpoints.preserves_rng_state(frame)
+
+    def around(recompute: Any, *args: Any) -> None:
         before, seed = rng.states(), torch.initial_seed()
         try:
-            original(*args)
+            recompute(*args)
         finally:  # torch ends it by an exception where it has all that it needs
             # One that sets a seed of its own draws the same as before.
             if rng.differ(before) and torch.initial_seed() == seed:
                 expected = "a checkpoint that draws the same random numbers when it recomputes"
-                got = f"one of {_function(frame)} with preserve_rng_state=False, which draws others"
+                got = f"one of {name} with preserve_rng_state=False, which draws others"
                 fix = "leave that out: checkpoint(fn, x, use_reentrant=False)"
-                if frame is None or checkpoints.preserves_rng_state(frame):
-                    got = f"one of {_function(frame)}, which draws on a device that none of its "
+                if preserves:
+                    got = f"one of {name}, which draws on a device that none of its "
                     got += "arguments is on: torch puts back the generators of theirs only"
                     fix = "gradkit.func.checkpoint(fn)(x); or give it an argument on that device"
                 raise UnsupportedGraphError(message(where, expected, got, fix))
 
-    frame.recompute_fn = recompute
+    checkpoints.run_inside(frame, around, once=True)
+
+
+def _refuse_other_params(frame: Frame, call: Call) -> None:
+    """Let a checkpoint raise if it recomputes with other parameters than its forward pass had."""
+    # As where torch.func.functional_call has put others into the module, and back since.
+    captured = captured_by(checkpoints.function_of(frame))
+    params = {x for one in captured if isinstance(one, nn.Module) for x in one.parameters()}
+    leaves = call.whole.leaves if params else {}
+    others: dict[int, Tensor] = {
+        id(x): x for x in params if x.requires_grad and id(x) not in leaves
+    }
+    if not others:
+        return
+    where, name = call.losses.path(call.differentiated[0]), _function(frame)
+    reads = _Reads(frame, others, checkpoints.holders_of(frame, call.whole.nodes))
+
+    def around(recompute: Any, *args: Any) -> None:
+        try:
+            with reads, INSIDE:
+                recompute(*args)
+        finally:  # torch ends it by an exception where it has all that it needs
+            if reads.is_read:
+                expected = "a checkpoint that recomputes with the parameters of its forward pass"
+                got = f"one of {name} that reads the module's own, which the losses were not "
+                got += "computed from: torch.func.functional_call had put others in their place"
+                fix = "gradkit.func.value_and_grads(fn)(params), where fn calls it; or switch it "
+                fix += "off in the module, and checkpoint the whole call: checkpoint("
+                fix += "functional_call, module, params, (x,), use_reentrant=False)"
+                raise UnsupportedGraphError(message(where, expected, got, fix))
+
+    checkpoints.run_inside(frame, around, once=True)
+
+
+class _Reads(TorchFunctionMode):
+    """Finds an operation that reads some parameters, and saves what a node of a graph needs."""
+
+    def __init__(self, frame: Frame, params: dict[int, Tensor], holders: set[int]) -> None:
+        super().__init__()
+        self._frame, self._read, self._holders = ref(frame), params, holders
+        self.is_read = False
+
+    @leave_uncompiled
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation."""
+        kwargs, frame = kwargs or {}, self._frame()
+        given = tensors_in((*args, *kwargs.values())) if torch.is_grad_enabled() else []
+        if frame is None or not any(id(x) in self._read for x in given):
+            return func(*args, **kwargs)
+        first = checkpoints.recomputed_now(frame)
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            saved = frame.weak_holders[first : checkpoints.recomputed_now(frame)]
+            self.is_read |= any(id(holder()) in self._holders for holder in saved)
+        # What is made of them, as by the addition of a bias, counts as one of them.
+        self._read |= {id(x): x for x in pytree.tensors(result) if x.requires_grad}
+        return result
 
 
 def refuse_checkpoint_error(error: RuntimeError, where: str, losses: Iterable[Tensor] = ()) -> None:

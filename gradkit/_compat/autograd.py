@@ -65,6 +65,10 @@ without_torch_function: Callable[[], AbstractContextManager[object]] = (
 is_batch: Callable[[Any], bool] = torch._C._functorch.is_legacy_batchedtensor
 # Let no TorchFunctionMode see what is called in a block. Run on torch 2.13.
 without_function_modes: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunction
+# Whether autocast is on, for any device: it keeps a copy of each leaf that it casts until it ends.
+autocast_is_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
+# Let them see it again, inside of such a block.
+with_function_modes: Callable[[], AbstractContextManager[object]] = torch._C._EnableTorchFunction
 
 
 _CALLER = "gradkit: the thread that calls passes"

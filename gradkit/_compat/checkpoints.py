@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from functools import wraps
 from types import CodeType
 from typing import Any, TypeAlias
+from weakref import ref
 
 import torch.utils.checkpoint
 from torch import Tensor
-from torch.autograd.graph import save_on_cpu
+from torch.autograd.graph import Node, save_on_cpu
 from torch.utils._python_dispatch import _disable_current_modes
 
-from gradkit._compat.nodes import changed_since_saved, packed_tensors
+from gradkit._compat.nodes import changed_since_saved, hooked_tensors, packed_tensors
 
 # A checkpoint that waits to recompute.
 Frame: TypeAlias = Any
@@ -102,6 +104,7 @@ def keyword_arguments_of(frame: Frame) -> dict[str, Any]:
 def _variable(frame: Frame, name: str) -> Any:
     """Return a variable of the closure that recomputes; None if it has none of that name."""
     function = frame.recompute_fn
+    function = getattr(function, "__wrapped__", function)  # one of gradkit's runs it
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
     return function.__closure__[names.index(name)].cell_contents if name in names else None
 
@@ -111,6 +114,32 @@ def _packed_arguments(frame: Frame) -> list[Any]:
     if saver is not None:  # before torch 2.13
         return [packed for _, packed in packed_tensors(saver.grad_fn)]
     return [argument for argument in frame.saved_args if hasattr(argument, "unpack_hook")]
+
+
+def run_inside(frame: Frame, around: Callable[..., None], *, once: bool = False) -> None:
+    """Let a checkpoint recompute by `around(recompute, *args)`, the next time alone if `once`."""
+    # The graph has the frame, and what of Python's it has is not collected: no cycle.
+    reference, original = ref(frame), frame.recompute_fn
+
+    @wraps(original)
+    def recompute(*args: Any) -> None:
+        frame = reference()
+        if once and frame is not None:
+            frame.recompute_fn = original
+        around(original, *args)
+
+    frame.recompute_fn = recompute
+
+
+def holders_of(frame: Frame, nodes: Iterable[Node]) -> set[int]:
+    """Return the ids of what stands for the tensors that nodes have saved in a checkpoint."""
+    packed = (packed for node in nodes for packed in hooked_tensors(node))
+    return {id(one.data) for one in packed if frame_of(one.unpack_hook) is frame}
+
+
+def recomputed_now(frame: Frame) -> int:
+    """Return how many tensors the recomputation that runs in this pass has come to."""
+    return int(frame.recomp_counter[torch._C._current_graph_task_id()])
 
 
 def frames_around(frame: Frame) -> list[Frame]:

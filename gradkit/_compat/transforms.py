@@ -6,6 +6,7 @@ Run on torch 2.11 to 2.15.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -73,8 +74,37 @@ def transforms() -> tuple[str, ...]:
     return tuple([_KINDS[int(interpreter.key())] for interpreter in stack]) if stack else ()
 
 
+class _Engine(threading.local):
+    """How many functions this thread differentiates with the engine of eager autograd."""
+
+    depth = 0
+    own: frozenset[int] = frozenset()  # the ids of their variables that are leaves
+
+    def __init__(self) -> None:
+        self.made: dict[int, Tensor] = {}  # leaves that the innermost function has made, by id
+        self.inside: set[Any] = set()  # nodes that were found to lead to these alone
+
+
+engine_calls = _Engine()
+
+
+def derivatives_around() -> tuple[str, ...]:
+    """Return the transforms that are active, with a Grad for each function of eager code."""
+    # Those are the outermost ones: inside of a transform, a function gets a level of torch.func.
+    stack = transforms()
+    return ("Grad",) * engine_calls.depth + stack if engine_calls.depth else stack
+
+
+def is_plain() -> bool:
+    """Return whether no transform, no trace and no forward mode is around this call."""
+    if torch.compiler.is_compiling():
+        return False
+    return not _read() and forward_ad._current_level < 0
+
+
 # What torch.compiler.assume_constant_result does, which would import all of torch's compiler.
-vars(transforms)["_dynamo_marked_constant"] = True
+for _run_in_trace in (transforms, derivatives_around):
+    vars(_run_in_trace)["_dynamo_marked_constant"] = True
 
 
 def differentiated() -> bool:
@@ -126,6 +156,16 @@ def is_dual(tensor: Tensor) -> bool:
 def function_modes() -> list[TorchFunctionMode]:
     """Return the modes that see what this thread calls, the innermost last."""
     return [_mode_stack._get_function_stack_at(i) for i in range(_depth_of_modes())]
+
+
+push_mode: Callable[[TorchFunctionMode], None] = _mode_stack._push_on_torch_function_stack
+pop_mode: Callable[[], TorchFunctionMode] = _mode_stack._pop_torch_function_stack
+
+
+def innermost_mode() -> TorchFunctionMode | None:
+    """Return the mode that sees an operation first, if there is one."""
+    depth = _depth_of_modes()
+    return _mode_stack._get_function_stack_at(depth - 1) if depth else None
 
 
 def slip_under_modes(mode: TorchFunctionMode) -> None:

@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from gradkit._compat.autograd import AccumulateGrad, sequence_number
 from gradkit._compat.nodes import has_released, saved_names
-from gradkit._compat.transforms import layers, transforms
+from gradkit._compat.transforms import data_of, engine_calls, layers, recording_levels, transforms
 from gradkit._compat.undoing import INSIDE
 from gradkit.errors import UnsupportedGraphError, message
 
@@ -200,6 +200,44 @@ def nodes_in_order(
                     nodes.append(child)
     finally:
         avoid_recursion(nodes)
+
+
+def leads_to_others(
+    roots: Iterable[Tensor], own: Collection[int], known: set[Node] | None = None
+) -> bool:
+    """Return whether a leaf that requires grad, and whose id is not among these, is below roots."""
+    # `known` are nodes below which none is; if none is found, it gets those of this walk.
+    nodes: list[Node] = []
+    for root in roots:
+        if root.grad_fn is not None:
+            if known is None or root.grad_fn not in known:
+                nodes.append(root.grad_fn)
+        elif root.requires_grad and id(root) not in own:
+            return True
+    reached = set(nodes) if known is None else known.union(nodes)
+    try:
+        for node in nodes:  # which grows meanwhile
+            for child, _ in node.next_functions:
+                if child is None or child in reached:
+                    continue
+                reached.add(child)
+                if type(child) is not AccumulateGrad:
+                    nodes.append(child)
+                elif id(leaf := leaf_of(child)) not in own and leaf.requires_grad:
+                    return True
+    finally:
+        avoid_recursion(nodes)
+    if known is not None:
+        known.update(nodes)
+    return False
+
+
+def recorded_outside(tensor: Tensor) -> bool:
+    """Return whether eager code around all functions that are differentiated records a tensor."""
+    if not engine_calls.depth:
+        return 0 in recording_levels(tensor)
+    own = engine_calls.own.union(engine_calls.made)
+    return leads_to_others([data_of(tensor)], own, engine_calls.inside)
 
 
 def leads_to_one_of(roots: Iterable[Tensor], leaves: Iterable[Tensor]) -> bool:

@@ -32,6 +32,7 @@ from gradkit._core.pytree import tensors
 
 CapturedObject: TypeAlias = Tensor | nn.Module | Generator
 
+CAPTURED = "_gradkit_captured"  # the attribute of a function of gradkit's: all it refers to
 _MAX_DEPTH = 4
 _MAX_DEPTH_OF_FEW, _FEW = 8, 100  # deeper are methods of objects in containers of objects
 _LIBRARIES = {"gradkit", "gradkit_parity", "torch"}
@@ -73,6 +74,8 @@ def _contents(value: object) -> list[Any]:
     if isinstance(value, MethodType):
         return [value.__self__, value.__func__]
     if isinstance(value, FunctionType):
+        if CAPTURED in vars(value):
+            return [vars(value)[CAPTURED]]
         # What inspect.getclosurevars reads, in less time. Libraries refer to the caller's objects
         # by closures only.
         of_library = str(value.__module__).partition(".")[0] in _LIBRARIES

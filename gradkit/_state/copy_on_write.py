@@ -50,7 +50,7 @@ class CopyOnWrite:
         """Return whether an operation may write on a tensor."""
         if kwargs and (kwargs.get("out") is not None or kwargs.get("inplace") is True):
             return True
-        return _may_write(func)
+        return may_write(func)
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
         """Run an operation on the copies."""
@@ -59,13 +59,13 @@ class CopyOnWrite:
         out = kwargs.get("out")
         if out is not None and any(map(self._is_shared, tensors_in((out,)))):
             return self._run_out(func, args, {**kwargs})
-        written = list(filter(self._is_shared, _written(func, args, kwargs)))
+        targets = list(filter(self._is_shared, written(func, args, kwargs)))
         operands = [self.value(x) for x in tensors_in((*args, *kwargs.values()))]
-        for tensor in written:
+        for tensor in targets:
             # Of statistics, autograd saves the values.
             self._make_writable(tensor, operands, anew=func in _STATISTICS)
         result = func(*self.current(args), **self.current(kwargs))
-        for tensor in written:
+        for tensor in targets:
             if result is self.value(tensor):
                 return tensor  # also where it is assigned: module.buffer = buffer.add_(1)
         return result
@@ -136,7 +136,7 @@ class CopyOnWriteMode(TorchFunctionMode):
         return self.writes.run(func, args, kwargs or {})
 
 
-def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> list[Tensor]:
+def written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> list[Tensor]:
     """Return the tensors that an operation writes on, but for `out`."""
     if func in _STATISTICS:
         position, flag, default = _STATISTICS[func]
@@ -146,14 +146,15 @@ def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) ->
         return tensors_in(
             _argument(args, kwargs, position + i, name, None) for i, name in enumerate(names)
         )
-    if not (_may_write(func) or kwargs.get("inplace") is True):
+    if not (may_write(func) or kwargs.get("inplace") is True):
         return []
     first = args[0] if args else next(iter(kwargs.values()), None)
     return tensors_in(first if isinstance(first, list | tuple) else (first,))
 
 
 @lru_cache(maxsize=4096)
-def _may_write(func: Callable[..., Any]) -> bool:
+def may_write(func: Callable[..., Any]) -> bool:
+    """Return whether an operation writes on its first argument, or on statistics."""
     return func in _STATISTICS or is_in_place(getattr(func, "__name__", ""))
 
 

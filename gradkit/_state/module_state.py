@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import lru_cache, partial
-from itertools import islice
+from itertools import chain, islice
 from operator import is_
 from threading import Condition
 from types import SimpleNamespace
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from gradkit._compat.autograd import named_thread
 from gradkit._compat.transforms import (
@@ -86,7 +86,8 @@ def _reachable(attributes: _Attributes) -> Iterator[tuple[str, Any]]:
     for _ in range(_DEPTH):
         below: _Attributes = []
         for path, value in attributes:
-            kind = _kind(cast("Any", type(value)))
+            cls: Any = type(value)
+            kind = _kind(cls)
             if kind is None or id(value) in seen:
                 continue
             seen.add(id(value))
@@ -128,6 +129,10 @@ class TensorState:
             if tensor.is_leaf and tensor.requires_grad != requires_grad:
                 tensor.requires_grad_(requires_grad)
 
+    def is_unchanged(self) -> bool:
+        """Return whether nothing was written on them, as far as torch has counted it."""
+        return all(_version(x) == version for x, _, version, *_ in self._saved)
+
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version  # inference tensors have no count
@@ -146,10 +151,11 @@ class ModuleSnapshot:
         self.parts = list(module.named_modules())  # it and all below, once, by the first name
         self._attributes = [(vars(part), vars(part).copy()) for _, part in self.parts]
         self._params = [dict(part._parameters) for _, part in self.parts]
-        names = _TABLES + _HOOK_TABLES if hooks else _TABLES
-        tables = [own[name] for own, _ in self._attributes for name in names if name in own]
-        self._tables = [(x, x.copy()) for x in tables if type(x) in _CONTAINERS]
-        every = list(_reachable(list(self._own_attributes())))
+        self._tables = _Containers(self._attributes, _TABLES)
+        self._hooks = _Containers(self._attributes, _HOOK_TABLES if hooks else [])
+        own = list(self._own_attributes())
+        self.generators = [x for _, x in own if type(x) is Generator]
+        every = list(_reachable(own))
         self._kept = [(x, x.copy()) for _, x in every if not isinstance(x, Tensor | tuple)]
         # The tensors in attributes that not every module has, by id, with their paths.
         self.tensors = {id(x): (path, x) for path, x in every if isinstance(x, Tensor)}
@@ -180,6 +186,22 @@ class ModuleSnapshot:
                 new = [key for key, x in attributes.items() if copy.get(key) is not x]
                 yield from ((prefix + key, attributes, key) for key in new)
 
+    def own(self) -> Iterator[Tensor]:
+        """Yield the parameters, buffers and other tensors that it had."""
+        yield from (x for _, x in self.tensors.values())
+        for _, copy in self._tables.filled:
+            values = copy.values() if isinstance(copy, dict) else ()
+            yield from (x for x in values if isinstance(x, Tensor))
+
+    def is_still_right(self) -> bool:
+        """Return whether all is as it was, but for hooks: another snapshot would say the same."""
+        return (
+            all(_is_same_table(*pair) for pair in self._attributes)
+            and all(_is_same(*pair) for pair in chain(self._tables.filled, self._kept))
+            and not any(self._tables.empty)
+            and self._values.is_unchanged()
+        )
+
     def tensors_now(self) -> dict[int, tuple[str, Tensor]]:
         """Return the tensors that are in attributes now, as `tensors`."""
         now = _reachable(list(self._own_attributes()))
@@ -204,8 +226,10 @@ class ModuleSnapshot:
     def restore(self) -> None:
         """Put back all that has changed."""
         for attributes, copy in self._attributes:
-            _restore(attributes, copy)
+            if not _is_same_table(attributes, copy):
+                _restore(attributes, copy)
         self._restore_tables()
+        self._hooks.restore()
         self.restore_kept()
 
     def _restore_tables(self) -> None:
@@ -213,8 +237,7 @@ class ModuleSnapshot:
         for attributes, copy in self._attributes:
             if not _is_same_table(attributes, copy):
                 attributes.update({name: copy[name] for name in _OF_EVERY_MODULE if name in copy})
-        for container, copy in self._tables:
-            _restore(container, copy)
+        self._tables.restore()
 
     def restore_kept(self) -> None:
         """Put back what else is in attributes."""
@@ -229,6 +252,24 @@ class ModuleSnapshot:
             own = part._buffers
             ended = [k for k, x in own.items() if x is not None and is_of_ended_transform(x)]
             own.update({key: without_ended_levels(own[key]) for key in ended})
+
+
+class _Containers:
+    """The tables of these names in the attributes of some modules, and what they hold."""
+
+    def __init__(self, attributes: Iterable[tuple[Any, Any]], names: Sequence[str]) -> None:
+        tables = [own[name] for own, _ in attributes for name in names if name in own]
+        known = [x for x in tables if type(x) in _CONTAINERS]
+        self.filled = [(x, x.copy()) for x in known if x]
+        self.empty = [x for x in known if not x]
+
+    def restore(self) -> None:
+        """Put back what has changed."""
+        for container, copy in self.filled:
+            if not _is_same(container, copy):
+                _restore(container, copy)
+        for container in filter(None, self.empty):
+            container.clear()
 
 
 def _is_same_table(now: dict[str, Any], copy: dict[str, Any]) -> bool:
@@ -251,6 +292,8 @@ def _restore(container: Any, copy: Any) -> None:
 def _is_same(container: Any, copy: Any) -> bool:
     if isinstance(container, set):
         return bool(container == copy)
+    if isinstance(container, dict) and not all(map(is_, container.values(), copy.values())):
+        return False
     return len(container) == len(copy) and all(map(is_, container, copy))
 
 
@@ -273,13 +316,21 @@ class KeptState:
     def add(self, module: nn.Module, *, hooks: bool = False) -> ModuleSnapshot | None:
         """Put back a module at the end; return its snapshot, None if it has one already."""
         if id(module) in self.snapshots:
-            return None
+            return None  # of the state at the begin of the outermost call
         self._end.enter_context(alone())
         before = self.before.get(id(module))
         snapshot = before or ModuleSnapshot(module, hooks=hooks)
         self.snapshots[id(module)] = snapshot
         self._end.enter_context(undone(partial(self._restore, snapshot)))
         return None if before else snapshot
+
+    def snapshot_of(self, module: nn.Module) -> ModuleSnapshot:
+        """Return a snapshot of a module as it is now, which is put back at the end."""
+        new = self.add(module)
+        if new is not None:
+            return new
+        known = self.snapshots[id(module)]
+        return known if known.is_still_right() else ModuleSnapshot(module)
 
     def note(self, snapshot: ModuleSnapshot, params: list[Tensor]) -> None:
         """Note what a call with these parameters has left in a module; forget what is gone."""

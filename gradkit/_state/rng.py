@@ -39,11 +39,12 @@ def states_of(generators: Iterable[torch.device | Generator]) -> States:
 def generators(captured: Iterable[object]) -> Iterator[Generator]:
     """Yield the generators among some objects, and those that modules among them have."""
     for one in captured:
-        if isinstance(one, Generator):
+        # isinstance(value, Generator) calls a method of torch's, for each attribute.
+        if type(one) is Generator:
             yield one
         elif isinstance(one, nn.Module):
             values = chain.from_iterable(vars(part).values() for part in one.modules())
-            yield from (value for value in values if isinstance(value, Generator))
+            yield from (value for value in values if type(value) is Generator)
 
 
 def current(saved: States) -> States:

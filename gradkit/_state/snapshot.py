@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from gradkit._compat.transforms import transforms
 from gradkit._compat.undoing import undo_stack, undone
@@ -76,6 +76,9 @@ def put_back(*functions: object) -> Iterator[None]:
         return
     captured = captured_by(*functions)
     with keeping_state() as state:
+        if not captured:  # errors of torch.func put back the state of the default generators
+            yield
+            return
         new = [state.add(module, hooks=True) for module in unscripted(captured)]
         stale = stale_reads_refused(filter(None, new), state=state)
         with stale, _put_back_on_error(captured, new):
@@ -121,7 +124,10 @@ def _restoring(captured: list[CapturedObject], snapshots: list[ModuleSnapshot]) 
     small = (x for x in captured if isinstance(x, Tensor) and x.numel() <= LARGEST_STATE)
     written = [*(x for x in buffers if x is not None), *(x for x in small if not x.requires_grad)]
     tensors, frozen = TensorState(written), [x.requires_grad for x in params]
-    states = rng.states() + rng.states_of(rng.generators(captured))
+    states = rng.states() + rng.states_of(
+        [x for x in captured if type(x) is Generator]
+        + [x for snapshot in snapshots for x in snapshot.generators]
+    )
 
     def restore() -> None:
         for snapshot in snapshots:

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradkit._compat.autograd import plain_attention
-from gradkit._compat.transforms import FORWARD, transforms
+from gradkit._compat.transforms import FORWARD, derivatives_around
 from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
 from gradkit._core.known_results import recomputed
@@ -32,7 +32,7 @@ Tensors: TypeAlias = tuple[Tensor, ...]
 def lacks_derivative(more: int = 0) -> bool:
     """Return whether fused kernels lack a derivative that is taken here, or `more` Grads around."""
     # Where eager code differentiates a gradient again, the kernel's node has its formula.
-    stack = transforms()
+    stack = derivatives_around()
     return FORWARD in stack or stack.count("Grad") + more > 1
 
 

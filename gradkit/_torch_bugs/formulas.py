@@ -18,10 +18,11 @@ from gradkit._compat.transforms import (
     BATCH,
     DERIVATIVES,
     FORWARD,
+    derivatives_around,
     differentiated_around,
-    recording_levels,
     transforms,
 )
+from gradkit._core.graph import recorded_outside
 from gradkit._core.known_results import Result, Rule, rule_of
 from gradkit.errors import UnsupportedGraphError, message
 
@@ -77,7 +78,7 @@ def of_symmetric(operation: Operation, a: Tensor, *args: Any, **kwargs: Any) -> 
 def _by_reverse(operation: Operation, a: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Return what eigh does, where a jvp is differentiated by its rule of reverse mode alone."""
     # The rule of forward mode divides by zeros, on which it then writes: its derivative is nan.
-    stack = (*["Grad"] * (0 in recording_levels(a)), *transforms())
+    stack = (*["Grad"] * recorded_outside(a), *derivatives_around())
     if not differentiated_around(stack, FORWARD):
         return operation(a, *args, **kwargs)
     rule = rule_of(lambda a: tuple(operation(a, *args, **kwargs)), transposes=True)
@@ -302,7 +303,7 @@ def _torch_is_right(matrix: Tensor, value: Tensor) -> bool:
     """Return whether no matrix is known to be singular, in a first derivative by torch.func."""
     # Inside torch.func, and below any dispatch mode, torch differentiates the gradient by a
     # decomposition, which is wrong at equal singular values.
-    if not (_is_on_host(value) and transforms()) or order_of(matrix) > 1:
+    if not (_is_on_host(value) and derivatives_around()) or order_of(matrix) > 1:
         return False
     size = value.detach().abs()
     return bool((size.isfinite() & (size > 100 * torch.finfo(size.dtype).eps)).all())
@@ -316,8 +317,8 @@ def _is_on_host(tensor: Tensor) -> bool:
 
 def order_of(tensor: Tensor) -> int:
     """Return how many transforms differentiate, and eager code if it records the tensor."""
-    eager = not torch.compiler.is_compiling() and 0 in recording_levels(tensor)
-    return sum(kind in DERIVATIVES for kind in transforms()) + eager
+    eager = not torch.compiler.is_compiling() and recorded_outside(tensor)
+    return sum(kind in DERIVATIVES for kind in derivatives_around()) + eager
 
 
 def prod(operation: Operation, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -486,7 +487,7 @@ def pow(operation: Operation, input: Any, exponent: Any, **kwargs: Any) -> Tenso
         return value
     x, y = input.to(value.dtype), exponent.to(value.dtype)
     # A derivative more is wrong of one less than the exponent; eager code does not say how many.
-    order = order_of(x) if transforms() else 4
+    order = order_of(x) if derivatives_around() else 4
     powers = range(max(order - 1, 1))
     is_whole = torch.stack([is_zeroth_power(x.detach(), y.detach() - n) for n in powers]).any(0)
     if _nowhere(is_whole):

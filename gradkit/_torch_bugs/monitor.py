@@ -15,7 +15,7 @@ from torch.autograd import Function
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from gradkit._compat.autograd import written_arguments
+from gradkit._compat.autograd import with_function_modes, without_function_modes, written_arguments
 from gradkit._compat.dynamo import functions_traced, leave_uncompiled
 from gradkit._compat.nodes import output_shape, saved, saved_or
 from gradkit._compat.transforms import (
@@ -27,13 +27,14 @@ from gradkit._compat.transforms import (
     carries_graph,
     carries_tangent,
     compiles_scripted,
+    derivatives_around,
     differentiated,
     differentiated_around,
     forward_mode_on,
+    function_modes,
     jvp_level,
     layers,
     level_of,
-    recording_levels,
     set_compiles_scripted,
     tangent_version,
     transforms,
@@ -42,7 +43,7 @@ from gradkit._compat.transforms import (
 )
 from gradkit._compat.undoing import INSIDE, undone
 from gradkit._core import pytree
-from gradkit._core.graph import Subgraph
+from gradkit._core.graph import Subgraph, recorded_outside
 from gradkit._state.copy_on_write import CopyOnWrite, is_in_place
 from gradkit._torch_bugs import attention, table
 from gradkit.errors import UnsupportedGraphError, message
@@ -70,6 +71,9 @@ _OPERATOR, _OVERLOAD = type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor)
 _OF_TORCH = frozenset({"aten", "prim", "prims"})
 _WITHOUT_DERIVATIVE = "torch::autograd::WarnNotImplemented"
 
+# Operations that are none of the table's, and write on nothing: they run as they are.
+_ordinary: set[Any] = set()
+_MOST_ORDINARY = 10_000  # each module of torch.ops, and each property, has functions of its own
 _active = threading.local()
 
 
@@ -84,10 +88,33 @@ def name_of(func: Callable[..., Any]) -> str | None:
     if name is None and (func is _POW or func is _IPOW):
         return "pow"
     # torch.ops.aten.name; an operator of the user's may have the same.
-    if name is None and isinstance(func, (_OVERLOAD, _OPERATOR)) and not _is_foreign(func):
+    if name is None and isinstance(func, (_OVERLOAD, _OPERATOR)) and not is_foreign(func):
         packet = func.overloadpacket if isinstance(func, _OVERLOAD) else func
         return table.ALIASES.get(packet.__name__)
     return name
+
+
+# Is told of an operation of eager code, and returns its arguments; None if those of its kind change
+# nothing.
+BeforeOperation: TypeAlias = Callable[[Any, Any, Any], Any]
+
+
+def _may_write(
+    *, out: Any = None, inplace: bool = False, max_norm: float | None = None, **_: Any
+) -> bool:
+    """Return whether any operation writes on a tensor that is called with such arguments."""
+    return out is not None or inplace is True or max_norm is not None
+
+
+def is_ordinary(func: Any, kwargs: Any) -> bool:
+    """Return whether a monitor of eager code runs an operation as it is."""
+    return func in _ordinary and not (kwargs and _may_write(**kwargs))
+
+
+def all_are_monitors() -> bool:
+    """Return whether modes see this thread's operations, all of them monitors of eager code."""
+    modes = function_modes()
+    return bool(modes) and all(type(x) is OpMonitor and x._watch is not None for x in modes)
 
 
 class OpMonitor(TorchFunctionMode):
@@ -103,8 +130,10 @@ class OpMonitor(TorchFunctionMode):
         self._more = more  # derivatives that gradkit takes of the first
         self._per_sample = per_sample  # fn is for one sample: train-mode batch norm raises
         self._writes = writes  # what fn writes on tensors from outside is written on copies
-        self._outer = transforms()
-        self.is_nested = bool(self._outer)
+        self._outer = derivatives_around()
+        self.is_nested = bool(transforms())
+        self._watch: BeforeOperation | None = None  # in a function of eager code
+        self._is_outermost = True  # no monitors alone are around it
         # Operations that are wrong if the backward pass is batched; if it is differentiated; if
         # eager code differentiates the result.
         self._wrong_batched: list[str] = []
@@ -135,9 +164,45 @@ class OpMonitor(TorchFunctionMode):
             set_compiles_scripted(False)
             yield
 
+    def run(self, watch: BeforeOperation, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Return what a function of eager code does, whose operations are noted, and watched."""
+        # What `noting` does, without its context managers, which take 8 us.
+        self._watch, before, compiles = watch, active_monitors(), compiles_scripted()
+        self._is_outermost = not all_are_monitors()
+
+        try:
+            try:
+                _active.count = before + 1
+                set_compiles_scripted(False)
+                with with_function_modes(), self, INSIDE:
+                    return fn(*args, **kwargs)
+            finally:
+                _active.count = before
+                set_compiles_scripted(compiles)
+        finally:  # again, as `undone` does it: an interrupt may have come in between
+            _active.count = before
+            set_compiles_scripted(compiles)
+
     @leave_uncompiled
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, unless it has a known bug here."""
+        if self._watch is None:
+            return self._run(func, args, kwargs)
+        if func in _ordinary and not (kwargs and _may_write(**kwargs)):
+            if self._is_outermost or types:
+                return func(*args, **kwargs) if kwargs else func(*args)
+            with without_function_modes():  # those around are monitors, too: half of the time
+                return func(*args, **kwargs) if kwargs else func(*args)
+        # In transforms, torch refuses what is outside; what torch.cond calls is traced.
+        if not (transforms() or torch.compiler.is_compiling()):
+            watched = self._watch(func, args, kwargs or {})
+            if watched is not None:
+                args = watched
+            elif len(_ordinary) < _MOST_ORDINARY and name_of(func) is None and not is_foreign(func):
+                _ordinary.add(func)
+        return self._run(func, args, kwargs)
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = name_of(func)
         constants = self._tangents_from and not torch.is_grad_enabled()
         if name == _BACKWARD_PASS:
@@ -151,28 +216,41 @@ class OpMonitor(TorchFunctionMode):
             is_functional, given = func in _FUNCTIONAL, (args, kwargs or {})
             if name in table.BY_FORMULA:
                 given = self._current(given)
-            call = table.OpCall(*given, is_functional, transforms(), self._outer)
+            call = table.OpCall(*given, is_functional, derivatives_around(), self._outer)
             bug = table.BY_FORMULA.get(name)
             if bug is None or (name in table.REFUSED and not bug.when(call, ())):
                 self._note(name, call)
-            elif not constants and _needs_formula(name, call):
+            elif not constants and self._needs_formula(name, call):
                 if not _is_in_place(func):
                     return table.FORMULAS[name](func, *call.args, **call.kwargs)
                 func, args, kwargs = Tensor.copy_, (args[0], _value_in_place(name, call)), {}
         if constants and not (self._writes and self._writes.redirects(func, kwargs)):
             args, kwargs = self._current((args, kwargs or {}))
             return self._run_on_constants(func, args, kwargs)
-        is_foreign = _is_foreign(func) and not (constants or torch.compiler.is_compiling())
-        written = _graphs_written_on(func, args, kwargs) if is_foreign else []
+        watched = is_foreign(func) and not (constants or torch.compiler.is_compiling())
+        written = _graphs_written_on(func, args, kwargs) if watched else []
+        if watched and self._watch is not None and torch.is_grad_enabled():
+            written += _constants_written_on(func, args, kwargs)
         if self._writes is not None:
             if constants:  # what is written keeps its own tangents
                 args = (*args[:1], *pytree.map_tensors(self._constant, args[1:]))
             result = self._writes.run(func, args, kwargs or {})
         else:
             result = func(*args, **kwargs) if kwargs else func(*args)
-        if is_foreign:
+        if watched:
             _refuse_dropped(func, (args, kwargs), result, written)
         return result
+
+    def _needs_formula(self, name: str, call: table.OpCall) -> bool:
+        """Return whether a derivative of an operation would be wrong without its formula."""
+        bug = table.BY_FORMULA[name]
+        if bug.wrong_now(call):
+            return True
+        if not bug.wrong_now(call.differentiated_by_eager_code()):
+            return False
+        # Wrong if eager code differentiates what the function gives; torch.compile cannot tell.
+        tensors = [x for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor)]
+        return torch.compiler.is_compiling() or any(map(recorded_outside, tensors))
 
     def _current(self, given: Any) -> Any:
         """Return arguments with the copies of what the function has written on in their place."""
@@ -241,11 +319,11 @@ class OpMonitor(TorchFunctionMode):
                 name = "instance_norm" if output_shape(node, 0)[0] == 1 else name
                 training = saved_or(True, node, "training")  # cuDNN's is that of training alone
                 arguments |= {"training": training, "use_input_stats": training}
-            self._note(name, table.OpCall((), arguments, False, transforms(), self._outer))
+            self._note(name, table.OpCall((), arguments, False, derivatives_around(), self._outer))
 
     def check(self) -> None:
         """Raise if a backward pass through the operations so far would be wrong."""
-        stack = transforms()
+        stack = derivatives_around()
         if BATCH in stack and self._wrong_batched:
             _refuse(self._wrong_batched[0])
         if differentiated_around(stack, BATCH) and self._wrong_derivative:
@@ -291,7 +369,7 @@ class ForwardMonitor(TorchFunctionMode):
                 return attention.by_formula(func, args, kwargs or {})
         elif name is not None and name != _BACKWARD_PASS:
             return _run_in_eager_code(name, func, args, kwargs or {})
-        is_watched = is_watched and _is_foreign(func) and not torch.compiler.is_compiling()
+        is_watched = is_watched and is_foreign(func) and not torch.compiler.is_compiling()
         written = _graphs_written_on(func, args, kwargs or {}) if is_watched else []
         result = func(*args, **kwargs) if kwargs else func(*args)
         if is_watched:
@@ -315,7 +393,7 @@ def _run_in_eager_code(name: str, func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
-def _is_foreign(func: Callable[..., Any]) -> bool:
+def is_foreign(func: Callable[..., Any]) -> bool:
     """Return whether this is an operator that torch itself does not define."""
     is_operator = isinstance(func, (_OPERATOR, _OVERLOAD))
     return is_operator and str(func).partition(".")[0] not in _OF_TORCH
@@ -334,6 +412,14 @@ def _graphs_written_on(func: Any, args: Any, kwargs: Any) -> _Written:
         if varies(x) and (transforms() or not x.is_leaf)
     ]
     return [(x, x.grad_fn, tangent_version(x)) for x in varying]
+
+
+def _constants_written_on(func: Any, args: Any, kwargs: Any) -> _Written:
+    """Return the constants that an operator writes on, if it is given what has a graph."""
+    # In eager code alone such a write cannot be told from one of statistics.
+    constants = [x for x in pytree.tensors(written_arguments(func, args, kwargs)) if not varies(x)]
+    is_given = constants and any(map(carries_graph, pytree.tensors((args, kwargs))))
+    return [(x, None, None) for x in constants] if is_given else []
 
 
 def _refuse_dropped(func: Callable[..., Any], given: Any, result: Any, written: _Written) -> None:
@@ -359,18 +445,6 @@ def _refuse_dropped(func: Callable[..., Any], given: Any, result: Any, written: 
     where, expected = f"torch.ops.{func}", "an operator whose derivative torch has"
     fix += "; or, if the result is meant as a constant, give the operator x.detach()"
     raise UnsupportedGraphError(message(where, expected, got, fix))
-
-
-def _needs_formula(name: str, call: table.OpCall) -> bool:
-    """Return whether a derivative of an operation would be wrong without its formula."""
-    bug = table.BY_FORMULA[name]
-    if bug.wrong_now(call):
-        return True
-    if not bug.wrong_now(call.differentiated_by_eager_code()):
-        return False
-    # Wrong if eager code differentiates what the transforms give; torch.compile cannot tell.
-    tensors = [x for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor)]
-    return torch.compiler.is_compiling() or any(0 in recording_levels(x) for x in tensors)
 
 
 def _value_in_place(name: str, call: table.OpCall) -> Tensor:
@@ -400,11 +474,11 @@ def _refuse(name: str) -> NoReturn:
 def _with_differentiated_jvp(args: Sequence[Any]) -> Any:
     """Return a Function, the first argument, whose jvp is differentiated where others need that."""
     function, *given = args
-    stack = transforms()
+    stack = derivatives_around()
     if function in _made or FORWARD not in stack:
         return function
     is_differentiated = differentiated_around(stack, FORWARD) or any(
-        isinstance(x, Tensor) and 0 in recording_levels(x) for x in given
+        isinstance(x, Tensor) and recorded_outside(x) for x in given
     )
     return _made_differentiable(function) if is_differentiated else function
 

@@ -26,7 +26,7 @@ from gradkit._core.results_without_graph import (
 from gradkit.errors import LeafTypeError, OptionError, UnreachedParamError, describe, message
 
 ArgNums: TypeAlias = int | tuple[int, ...]
-_layout = attrgetter("layout")
+_layout, _grad_dtype = attrgetter("layout"), attrgetter("grad_dtype")
 
 
 @dataclass(slots=True)
@@ -75,15 +75,17 @@ class Arguments(Params):
         *,
         losses: Sequence[Tensor] = (),
         refused: str | None = None,
+        is_plain: bool = False,
     ) -> PyTree:
         """Return the result tree of gradients that this list alone refers to."""
+        # `is_plain`: no gradient carries a graph, and no transform or trace is around.
         unreached = [index for index, grad in enumerate(grads) if grad is None]
         if self.unused == "error" and unreached:
             raise UnreachedParamError(message(self.path(unreached[0]), *_UNREACHED))
-        result = _owned(grads, self.variables, leading)
+        result = (owned if is_plain else _owned)(grads, self.variables, leading)
         for index in unreached if self.unused == "zeros" else ():
             result[index] = zeros_for(self.variables[index], leading)
-        if not torch.compiler.is_compiling():
+        if not (is_plain or torch.compiler.is_compiling()):
             recorded = [grad.requires_grad for grad in result if grad is not None]
             if not any(map(carries_graph, losses)):
                 result = list(map(without_ended_graph, result)) if any(recorded) else result
@@ -144,7 +146,10 @@ def read_arguments(
         why = _why_none(args[positions[0]], positions)
         raise UnreachedParamError(message(where, "a tensor to differentiate", *why))
     # torch.compile cannot read `grad_dtype`, and in a transform the tensor is another one.
-    dtypes = [x.dtype if is_traced else grad_dtype(x) for x in variables]
+    is_plain = flat.only_leaves and not is_traced  # one attribute of all at a time takes no time
+    dtypes: list[Any] = list(map(_grad_dtype, variables)) if is_plain else [None]
+    if None in dtypes:
+        dtypes = [x.dtype if is_traced else grad_dtype(x) for x in variables]
     facts = flat.slots, root, flat.no_subclasses, flat.only_leaves, args, positions, single, dtypes
     arguments = Arguments(flat.leaves, flat.spec, variables, *facts, unused)
     if not is_traced:

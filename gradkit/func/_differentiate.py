@@ -1,343 +1,233 @@
-"""One level of torch.func: a function's losses, passes from them, and the errors of torch.func.
+"""A function's losses, and passes from them: by the engine of eager code, or in a level.
 
-The passes run inside the level, where a pass can start from one loss: from outside, as the function
-that `torch.func.vjp` returns, the others would need zero cotangents, and 0 * inf is nan.
+Where no transform of torch.func is around a call, no forward mode is on and nothing traces, `fn`
+runs on variables of eager code: it may do all that eager code may, at half of the price of a level.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from enum import Enum
-from functools import partial
-from numbers import Number
-from typing import Any, NamedTuple, TypeAlias, cast
+from functools import cached_property, partial
+from operator import attrgetter, ne
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import vjp
 
-from gradkit._autograd import engine
-from gradkit._autograd.inner_pass import InnerPass
-from gradkit._checks.higher_derivatives import refuse_wrong_derivative
-from gradkit._checks.hooks_in_passes import watched_pass
-from gradkit._compat import transforms as torch_func
-from gradkit._compat.transforms import TensorLists, differentiated, level_of, recording_levels
-from gradkit._compat.undoing import INSIDE
-from gradkit._core import pytree
-from gradkit._core.call import Losses, read_losses, read_weights
-from gradkit._core.graph import Subgraph
-from gradkit._core.ownership import PLAIN_TYPES, leave_inference_mode
+from gradkit._checks.eager_graph import refuse_nodes
+from gradkit._checks.recomputations import exact
+from gradkit._compat.autograd import autocast_is_on, without_function_modes
+from gradkit._compat.transforms import engine_calls, is_plain
+from gradkit._compat.undoing import INSIDE, undone
+from gradkit._core.call import Losses
+from gradkit._core.graph import Subgraph, leads_to_others
+from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.params import Grads, Tensors
-from gradkit._core.pytree import PyTree, Structure
-from gradkit._core.user_code import functions_alive, hooks_made, hooks_registered, user_functions
-from gradkit._torch_bugs.monitor import OpMonitor, active_monitors
-from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError, describe, message
-from gradkit.func._arguments import Arguments, copied
+from gradkit._core.user_code import functions_alive, hooks_made
+from gradkit._torch_bugs.monitor import OpMonitor
+from gradkit.func import _level as levels
+from gradkit.func._arguments import Arguments
 from gradkit.func._errors import independent, named_errors
-from gradkit.func._vmap_or_loop import BatchableOps
+from gradkit.func._outside import Outside
 
-_CONSTANTS = (str, bytes, Number, Enum, torch.dtype, torch.device, torch.Size, torch.layout)
-
-
-@dataclass
-class LevelPasses:
-    """Passes from the losses of one call of a function, which run inside its level."""
-
-    monitor: OpMonitor  # what is known of the operations of the function
-    path: Callable[[int], str]  # of a variable, as the caller would write it
-    option: bool | None  # create_graph. False: no graph. True: a wrong derivative raises at once
-    in_transform: bool  # a transform around the level differentiates its results
-    eager: bool  # eager code records what it computes
-    variables: Tensors  # the level's tensors to differentiate with respect to
-    level: int | None  # its number; None while torch.compile traces, which cannot tell
-    hooked: bool = False  # fn has registered hooks, which may use tensors that its losses do not
-    refused: str | None = None  # why a derivative that eager code may take would be wrong
-    create_graph: bool = True  # jacobian reads it, and stacks gradients; not the caller's option
-
-    def depends(self, output: Tensor) -> bool:
-        """Return whether an output was computed from the variables; True while tracing."""
-        # A tensor from outside may require grad, too, with a graph outside of the level.
-        return self.level is None or (output.requires_grad and level_of(output) == self.level)
-
-    def refuse_unreached(self, losses: Losses) -> None:
-        """Raise if no path leads from a loss to a variable; nobody can tell while tracing."""
-        # A parameter that fn makes requires grad in its level, too, and leads nowhere.
-        if self.level is not None:
-            below = Subgraph(list(filter(self.depends, losses.leaves)))
-            if not any(map(below.reaches, self.variables)):
-                raise independent(losses.first_paths())
-
-    def grads(
-        self,
-        outputs: Sequence[Tensor],
-        seeds: Sequence[Tensor | None],
-        variables: Tensors,
-        *,
-        retain: bool,
-    ) -> Grads:
-        """Return the gradients of a weighted sum of outputs, from one engine pass."""
-        pairs = [p for p in zip(outputs, seeds, strict=True) if self.depends(p[0])]
-        roots, cotangents = [output for output, _ in pairs], [seed for _, seed in pairs]
-        # Where eager code alone may differentiate the results, one that is refused runs again.
-        retain = retain or (self.option is None and not self.in_transform)
-
-        def run(*, create: bool, edges: Sequence[Any] = ()) -> Grads:
-            inputs: list[Any] = [*variables, *edges]
-            return engine.transform_grads(roots, cotangents, inputs, retain=retain, create=create)
-
-        weights = [seed for seed in cotangents if seed is not None]
-        return self.guarded(run, roots, weights, variables)
-
-    def guarded(
-        self, run: Callable[..., Grads], roots: Tensors, weights: Tensors, variables: Tensors
-    ) -> Grads:
-        """Return the gradients of the pass `run(create=...)`, if they are right."""
-        # Without a graph, what differentiates the gradients would take them for constants.
-        keep, traced = self.option, self.level is None
-        if keep is None:
-            every = (*roots, *weights)  # level 0 is eager code, around all transforms
-            is_eager = self.eager if traced else any(0 in recording_levels(x) for x in every)
-            keep = self.in_transform or is_eager
-        if traced:
-            return run(create=keep)
-        below = Subgraph(roots)
-        inner = InnerPass("the loss", self.path, variables, below, weights)
-        if not keep and self._may_reach_outside(below):
-            return inner.guarded(partial(run, create=True), create_graph=False)
-        if keep:
-            keep = self._check_derivative(below, variables)
-        one = partial(run, create=keep)
-        # A hook may cut what it returns off what it was given. The pull of a vjp has no edges.
-        if keep and hooks_registered() and self.level != -1:
-            of_edges = lambda edges, _: run(create=True, edges=edges)  # noqa: E731
-            one = partial(
-                watched_pass, of_edges, lambda: "the loss", below, variables, create_graph=True
-            )
-        try:
-            return inner.guarded(one, create_graph=keep)
-        except UnsupportedGraphError as error:
-            if not keep or self.option or self.in_transform:
-                raise
-            self.refused = str(error)
-        return inner.guarded(partial(run, create=False), create_graph=False)
-
-    def _may_reach_outside(self, below: Subgraph) -> bool:
-        """Return whether code of the user's in the pass may use tensors that the losses do not."""
-        if self.option is not None or not self.eager:
-            return False
-        return self.hooked or (functions_alive().users and bool(user_functions(below.kinds)))
-
-    def _check_derivative(self, below: Subgraph, variables: Tensors) -> bool:
-        """Return whether a pass may record its graph; a derivative to come may be refused."""
-        is_eager = any(0 in recording_levels(root) for root in below.roots)
-        if not (is_eager or self.in_transform or self.option):
-            return True  # only weights are recorded, in which the gradients are linear
-        keep = self.allows(
-            lambda: refuse_wrong_derivative(lambda: "the loss", variables, below),
-            may_differentiate=self.in_transform,
-        )
-        if keep and is_eager and not active_monitors():  # one around a call sees all that is in it
-            self.allows(lambda: self.monitor.check_derivative(below))
-        return keep
-
-    def allows(self, check: Callable[[], None], *, may_differentiate: bool = False) -> bool:
-        """Run `check`, which raises for a wrong derivative; return whether none was refused."""
-        try:
-            check()
-        except UnsupportedGraphError as error:
-            if may_differentiate or self.option:
-                raise
-            self.refused = str(error)
-        return self.refused is None
-
-    def batched_grads(self, output: Tensor, seeds: Tensor, variables: Tensors) -> Grads:
-        """Return stacked gradients for a batch of cotangents, from one vmapped pass."""
-        one = partial(self.grads, [output], variables=variables, retain=True)
-        return engine.vmapped_grads(lambda seed: (one([seed]), []), seeds)[0]
-
-
-class LevelResult(NamedTuple):
-    """The results of a level."""
-
-    values: Tensors  # the losses
-    spec: Structure  # of the losses
-    grads: list[Grads]  # the lists asked for, often one for each variable
-    aux: PyTree
-    refused: str | None  # why a derivative of the results would be wrong
+_requires_grad, _is_leaf, _dtype = map(attrgetter, ("requires_grad", "is_leaf", "dtype"))
+_FEW = 4
 
 
 def differentiate(
     fn: Callable[..., Any],
     arguments: Arguments,
     kwargs: dict[str, Any],
-    run: Callable[[Losses, LevelPasses], list[Grads]],
+    run: Callable[[Losses, levels.LevelPasses], list[Grads]],
     *,
     has_aux: bool,
     create_graph: bool | None,
     scalar: bool = True,
     batched: bool = False,
     per_sample: bool = False,
-) -> LevelResult:
-    """Call a function in a new level, and `run` passes from its losses."""
-    in_transform, eager = differentiated(), torch.is_grad_enabled()
-    cut, enabled = cut_of(create_graph)
-    option = create_graph if cut is list else False
-    # Under vmap, or the loop in its place, what fn writes on a tensor from outside stays with its
-    # sample. torch.compile cannot ask for the memory of a tensor.
-    ops = BatchableOps() if batched and not torch.compiler.is_compiling() else None
-    monitor = OpMonitor(per_sample=per_sample, writes=ops)
-    outside: list[Any] = []
+) -> levels.LevelResult:
+    """Call a function, and `run` passes from its losses."""
+    if batched or not is_plain() or not _adds_up_right(arguments, create_graph):
+        flags: Any = {"has_aux": has_aux, "create_graph": create_graph, "scalar": scalar}
+        flags |= {"batched": batched, "per_sample": per_sample}
+        return levels.differentiate_in_level(fn, arguments, kwargs, run, **flags)
+    option = False if create_graph is None and not torch.is_grad_enabled() else create_graph
+    monitor = OpMonitor(per_sample=per_sample)
+    outside = Outside(fn, [*arguments.given, kwargs], arguments.variables)
+    call = _EagerCall(fn, arguments, kwargs, run, has_aux, option, scalar, monitor, outside)
+    before = engine_calls.depth
+    with (
+        undone(partial(_leave, before, engine_calls.own, engine_calls.made)),
+        leave_inference_mode(record=True),
+        torch.enable_grad(),
+        INSIDE,
+    ):
+        engine_calls.depth, engine_calls.made = before + 1, {}
+        try:
+            return named_errors(call.result)
+        finally:
+            outside.is_open = False
+            if autocast_is_on():
+                torch.clear_autocast_cache()
 
-    def inside(tensors: Sequence[Tensor], level: int | None) -> TensorLists:
-        if [tensor.dtype for tensor in tensors] != arguments.dtypes:
-            for tensor, dtype in zip(tensors, arguments.dtypes, strict=True):
-                if tensor.dtype != dtype:
-                    tensor.grad_dtype = dtype  # torch adds up the uses of a leaf in it [B1]
-        made = 0 if level is None else hooks_made()
-        with monitor.noting():
-            returned = fn(*arguments.args_with(tensors), **kwargs)
-            if ops is not None:
-                returned = ops.values(returned)
-            hooked = level is not None and hooks_made() > made
-            losses, aux = read_returned(returned, has_aux=has_aux, scalar=scalar)
-        facts = option, in_transform, eager, list(tensors), level, hooked
-        passes = LevelPasses(monitor, arguments.path, *facts)
-        if not any(map(passes.depends, losses.leaves)):
+
+def _leave(depth: int, own: frozenset[int], made: dict[int, Tensor]) -> None:
+    engine_calls.depth, engine_calls.own, engine_calls.made = depth, own, made
+    if not depth:
+        engine_calls.inside.clear()
+
+
+def own_code() -> AbstractContextManager[object]:
+    """Return a block for gradkit's own code around a call of a function."""
+    # In a function of eager code, its monitor would see each attribute of a tensor that is read.
+    return without_function_modes() if is_plain() and engine_calls.depth else nullcontext()
+
+
+def _adds_up_right(arguments: Arguments, create_graph: bool | None) -> bool:
+    """Return whether the uses of each variable are added up in its `grad_dtype`."""
+    # Those of a view, which stands for a variable of whose graph the results are to be a part, are
+    # added up in its own dtype.
+    variables = arguments.variables
+    return (
+        create_graph is False
+        or not any(map(_requires_grad, variables))
+        or not any(map(ne, map(_dtype, variables), arguments.dtypes))
+    )
+
+
+def _variables_for(arguments: Arguments, *, cut: bool) -> Tensors:
+    """Return variables of eager code; with `cut`, without the graphs of the arguments."""
+    given = arguments.variables
+    # Views: what else is computed from a tensor is not computed from the variable.
+    variables = [
+        levels.views_of([x])[0]
+        if x.requires_grad and not cut
+        else (x.clone() if x.is_inference() else x.detach()).requires_grad_()
+        for x in given
+    ]
+    if any(map(ne, map(_dtype, variables), arguments.dtypes)):
+        for tensor, dtype in zip(variables, arguments.dtypes, strict=True):
+            if tensor.dtype != dtype:
+                tensor.grad_dtype = dtype  # torch adds up the uses of a leaf in it [B1]
+    return variables
+
+
+@dataclass
+class EagerPasses(levels.LevelPasses):
+    """Passes of the engine from the losses of one call of a function."""
+
+    losses: Sequence[Tensor] = ()
+    kept: bool = False  # whether the results carry a graph
+    _leads_outside: bool | None = None  # whether the losses do; asked once
+
+    def depends(self, output: Tensor) -> bool:
+        """Return whether an output carries a graph, which may be that of a captured tensor."""
+        return output.requires_grad
+
+    @cached_property
+    def own(self) -> set[int]:
+        """The ids of the leaves of this call: variables, and what the function has made."""
+        return {*map(id, filter(_is_leaf, self.variables)), *engine_calls.made}
+
+    def _keeps(self, roots: Tensors, weights: Tensors) -> bool:
+        if self.option is not None:
+            self.kept |= self.option
+            return self.option
+        if self._leads_outside is None:
+            are_leaves = all(map(_is_leaf, self.variables))
+            self._leads_outside = not are_leaves or leads_to_others(self.losses, self.own)
+        keep = self._leads_outside or any(map(_requires_grad, weights))
+        self.kept |= keep
+        return keep
+
+    def _looked_at(self, grads: Grads) -> Grads:
+        present = [grad for grad in grads if grad is not None and grad.requires_grad]
+        if leads_to_others(present, self.own):
+            self.kept = True
+            return grads
+        return [None if grad is None else grad.detach() for grad in grads]
+
+
+@dataclass
+class _EagerCall:
+    """One call of a function on variables of eager code."""
+
+    fn: Callable[..., Any]
+    arguments: Arguments
+    kwargs: dict[str, Any]
+    run: Callable[[Losses, levels.LevelPasses], list[Grads]]
+    has_aux: bool
+    option: bool | None  # create_graph; False where eager code records nothing
+    scalar: bool
+    monitor: OpMonitor
+    outside: Outside
+
+    def result(self) -> levels.LevelResult:
+        """Return the results, which carry a graph where they are to."""
+        arguments, dtypes = self.arguments, self.arguments.dtypes
+        variables = _variables_for(arguments, cut=self.option is False)
+        made = hooks_made()
+        engine_calls.own = engine_calls.own.union(map(id, filter(_is_leaf, variables)))
+        args = arguments.args_with(variables)
+        returned = exact(partial(self.monitor.run, self.outside, self.fn, args, self.kwargs))
+        hooked = hooks_made() > made
+        losses, aux = levels.read_returned(returned, has_aux=self.has_aux, scalar=self.scalar)
+        del returned
+        facts = self.option, False, self.option is not False, variables, 0, hooked
+        passes = EagerPasses(self.monitor, arguments.path, *facts, losses=losses.leaves)
+        if not any(map(_requires_grad, losses.leaves)):
             raise independent(losses.first_paths())
-        if monitor.is_nested and level is not None:
-            monitor.note_graph(Subgraph(list(filter(passes.depends, losses.leaves))))
-        monitor.check()
-        grads = run(losses, passes)
+        if functions_alive().refused:
+            refuse_nodes(Subgraph(losses.leaves).kinds, "the loss")
+        grads = self.run(losses, passes)
         if all(grad is None for part in grads for grad in part):
             passes.refuse_unreached(losses)
-        tensors_of_aux, put_aux_back = partition_aux(aux) if has_aux else ([], lambda _: None)
-        outside.extend((losses.spec, put_aux_back, passes.refused))
-        return [losses.leaves, tensors_of_aux, *grads]
-
-    enter = _trace_level if torch.compiler.is_compiling() else torch_func.run_in_level
-    with leave_inference_mode(record=True), enabled, INSIDE:
-        point = cut(arguments.variables)
-        values, tensors_of_aux, *grads = named_errors(lambda: enter(inside, point))
-        values, tensors_of_aux = copied(cut(values)), cut(tensors_of_aux)
-    spec, put_aux_back, refused = outside
-    dtypes = arguments.dtypes
-    grads = [cast_to(dtypes, part) if len(part) == len(dtypes) else part for part in grads]
-    return LevelResult(values, spec, grads, put_aux_back(tensors_of_aux), refused)
-
-
-Cut: TypeAlias = Callable[[Iterable[Tensor]], Tensors]
-
-
-def views_of(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Return views of the tensors of a level, and copies of sparse ones: torch views none."""
-    return tuple(x.view_as(x) if x.layout == torch.strided else x.clone() for x in tensors)
-
-
-def cut_of(create_graph: bool | None) -> tuple[Cut, AbstractContextManager[object]]:
-    """Return what cuts a call's tensors from their graphs, or `list`; and what it runs under."""
-    # Detached, and not under no_grad: below a level of torch.func, operators would take that for
-    # inference (the LSTM of the CPU keeps nothing for its backward pass then).
-    if create_graph is False:
-        return detached, torch.enable_grad()
-    if create_graph or torch.is_grad_enabled() or differentiated():
-        return list, nullcontext()
-    return detached_but_tangents, torch.enable_grad()
-
-
-def detached(tensors: Iterable[Tensor]) -> Tensors:
-    """Return tensors without a graph."""
-    return [tensor.detach() for tensor in tensors]
-
-
-def detached_but_tangents(tensors: Iterable[Tensor]) -> Tensors:
-    """Return tensors without a graph, with the tangents that forward mode around them gives."""
-    detach = Tensor.detach if torch.compiler.is_compiling() else torch_func.detach_keep_tangent
-    return list(map(detach, tensors))
-
-
-def _trace_level(
-    fn: Callable[[Sequence[Tensor], None], TensorLists], point: Sequence[Tensor]
-) -> list[list[Any]]:
-    """Do what `run_in_level` does, in a way that torch.compile traces."""
-    put_back: list[Callable[[Iterable[Tensor]], PyTree]] = []
-
-    def inside(*tensors: Tensor) -> tuple[Tensor, Tensors]:
-        # Views: in a Function's `apply`, torch.compile would take the inputs of vjp for constants.
-        lists = fn(views_of(tensors), None)
-        flat, close = pytree.partition_tensors([list(part) for part in lists])
-        put_back.append(close)
-        return cast("Tensor", lists[0][0]), flat  # vjp wants an output, whatever it is
-
-    flat = vjp(inside, *point, has_aux=True)[2]  # type: ignore[misc]
-    return cast("list[list[Any]]", put_back[0](flat))
-
-
-def gradient_of_the_sum(
-    losses: Losses, passes: LevelPasses, *, weights: PyTree = None, may_be_aux: bool
-) -> list[Grads]:
-    """Run one pass from all losses together, with weights; a `run` for `differentiate`."""
-    is_pair = losses.spec.type is tuple and losses.spec.num_children == 2
-    if may_be_aux and weights is None and is_pair:
-        # Summed, a metric in it would change the gradient silently.
-        expected = "one loss, or several that are meant to be summed"
-        fix = "if the second is no loss, return the first alone, or pass has_aux=True to a call "
-        fix += "that takes it; if both are losses, return a list of them"
-        got = "a tuple of two, which may be (loss, aux)"
-        raise StructureError(message("fn", expected, got, fix))
-    seeds: Grads = [None] * len(losses.leaves)
-    given = None if weights is None else read_weights(weights, losses)
-    for index, weight in enumerate(given or ()):
-        loss = losses.leaves[index]
-        if isinstance(weight, Tensor):  # a copy: a gradient may be its cotangent itself
-            seeds[index] = weight.reshape(loss.shape).to(loss).clone()
+        values, put_aux_back = losses.leaves, None
+        if self.has_aux:
+            tensors_of_aux, put_aux_back = levels.partition_aux(aux)
+            values = [*values, *tensors_of_aux]
+            if self.option is None:  # which may depend on other tensors than the losses do
+                passes.kept |= leads_to_others(tensors_of_aux, passes.own)
+        count = len(losses.leaves)
+        if passes.kept:
+            values, grads = _without_own_graphs(passes, values, grads)
         else:
-            seeds[index] = torch.full_like(loss, float(weight))
-    return [passes.grads(losses.leaves, seeds, passes.variables, retain=False)]
+            values = levels.detached(values)
+        if put_aux_back is not None:
+            aux = put_aux_back(values[count:])
+        values = list(map(Tensor.clone, values[:count]))
+        every = len(dtypes)
+        grads = [levels.cast_to(dtypes, part) if len(part) == every else part for part in grads]
+        return levels.LevelResult(
+            values, losses.spec, grads, aux, passes.refused, is_plain=not passes.kept
+        )
 
 
-def cast_to(dtypes: Sequence[torch.dtype], grads: Sequence[Tensor | None]) -> Grads:
-    """Return gradients in these dtypes."""
-    return [
-        grad if grad is None or grad.dtype == dtype else grad.to(dtype)
-        for grad, dtype in zip(grads, dtypes, strict=True)
-    ]
+def _without_own_graphs(
+    passes: EagerPasses, values: Sequence[Tensor], grads: list[Grads]
+) -> tuple[Tensors, list[Grads]]:
+    """Return results of which each that leads to variables of the call alone has no graph."""
+    if not passes.own:
+        return list(values), grads
+    every = [*values, *(grad for part in grads for grad in part if grad is not None)]
+    leading: set[Any] | None = None
+    if len(every) > _FEW:  # a walk for each would be quadratic
+        below = Subgraph(every)
+        others = [x for k, x in below.leaves.items() if x.requires_grad and k not in passes.own]
+        leading = below.leading_to(others)
 
+    def cut(tensor: Tensor) -> Tensor:
+        if leading is None or tensor.grad_fn is None:
+            is_kept = leads_to_others([tensor], passes.own)
+        else:
+            is_kept = tensor.grad_fn in leading
+        return tensor if is_kept else tensor.detach()
 
-def read_returned(
-    returned: Any, *, has_aux: bool, scalar: bool, where: str = "fn", loss: str = "losses"
-) -> tuple[Losses, PyTree]:
-    """Check the losses that a function has returned, and split off its aux."""
-    tree, aux = returned, None
-    if has_aux:
-        tree, aux = parts_of(returned, where, (loss, "aux"), ", with has_aux=True")
-    return read_losses(tree, scalar=scalar, returned=True, may_be_aux=not has_aux), aux
-
-
-def parts_of(returned: Any, where: str, names: Sequence[str], why: str = "") -> tuple[Any, ...]:
-    """Return what a function of the caller's has returned, if it is a tuple of these parts."""
-    if not isinstance(returned, tuple) or len(returned) != len(names):
-        listed = ", ".join(names)
-        expected, fix = f"({listed}){why}", f"return {listed}"
-        raise StructureError(message(where, expected, describe(returned), fix))
-    return returned
-
-
-def require_tensor_or_constant(leaf: object, where: Callable[[], str], fix: str) -> None:
-    """Raise for a leaf that may be a container of tensors, which optree does not know."""
-    if leaf is None or isinstance(leaf, (Tensor, *_CONSTANTS)) or callable(leaf):
-        return
-    expected = "a tensor, or a constant: a number, text, a function, a module"
-    got = f"{describe(leaf)}, which is no tree that optree knows"
-    raise LeafTypeError(message(where(), expected, got, fix))
-
-
-def partition_aux(aux: PyTree) -> tuple[Tensors, Callable[[Iterable[Tensor]], PyTree]]:
-    """Do as `partition_tensors`; raise if a leaf is neither a tensor nor a constant."""
-    leaves, spec = pytree.flatten(aux)
-    fix = "return a dict; or register the class: optree.register_pytree_node"
-    for index, leaf in enumerate(leaves):
-        if type(leaf) not in PLAIN_TYPES:
-            require_tensor_or_constant(leaf, partial(pytree.path, spec, index, "aux"), fix)
-    return pytree.partition_tensors(aux)
+    cut_grads = [[None if grad is None else cut(grad) for grad in part] for part in grads]
+    result = list(map(cut, values)), cut_grads
+    for variable in passes.variables:
+        if variable.is_leaf:
+            variable.requires_grad_(False)  # no later pass accumulates there
+    return result

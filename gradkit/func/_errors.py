@@ -167,6 +167,21 @@ NOT_RANDOM = (
     'randomness="different" for other numbers in each sample, or "same"',
 )
 ZERO_TENSOR = "ZeroTensors are immutable"
+RUNS_BACKWARD = (
+    _DIFFERENTIABLE,
+    "a call of backward(), retain_grad() or requires_grad_(), or of torch.autograd.functional",
+    "nest gradkit.func or torch.func calls, and return intermediate values as aux",
+)
+WRITES_OUTSIDE = (
+    _DIFFERENTIABLE,
+    "an in-place operation on a tensor from outside: batch norm in train mode, say",
+    f"{_MAKE_FUNCTIONAL}, and return the new buffers as aux",
+)
+WRITES_ON_ARGUMENT = (
+    "a function that leaves its arguments as they are",
+    "one that changes an argument in place",
+    "change a copy: x = x.clone(); a module with inplace=True takes x.clone()",
+)
 # By parts of torch's text: what was expected, what came (torch's text if empty), what to do.
 _KNOWN = {
     ("saved tensor hooks", "vmap over _NoopSaveInputs"): (  # the latter: a checkpoint in torch 2.11
@@ -177,16 +192,8 @@ _KNOWN = {
     (
         "backward() called inside a functorch transform",
         "inside of a function being transformed by a functorch transform",
-    ): (
-        _DIFFERENTIABLE,
-        "a call of backward(), retain_grad() or requires_grad_(), or of torch.autograd.functional",
-        "nest gradkit.func or torch.func calls, and return intermediate values as aux",
-    ),
-    ("would mutate a captured Tensor",): (
-        _DIFFERENTIABLE,
-        "an in-place operation on a tensor from outside: batch norm in train mode, say",
-        f"{_MAKE_FUNCTIONAL}, and return the new buffers as aux",
-    ),
+    ): RUNS_BACKWARD,
+    ("would mutate a captured Tensor",): WRITES_OUTSIDE,
     (_SETUP_CONTEXT,): (
         _DIFFERENTIABLE,
         "an autograd.Function whose forward takes ctx, an operator of torch.library that has one, "
@@ -231,11 +238,7 @@ _KNOWN = {
         "one that was made in inference mode",
         "tensor.clone(), outside of torch.inference_mode()",
     ),
-    ("leaf Variable that requires grad is being used in an in-place",): (
-        "a function that leaves its arguments as they are",
-        "one that changes an argument in place",
-        "change a copy: x = x.clone(); a module with inplace=True takes x.clone()",
-    ),
+    ("leaf Variable that requires grad is being used in an in-place",): WRITES_ON_ARGUMENT,
     ("mutating directly with `.data`",): (
         "a function that leaves its arguments as they are",
         "an assignment to the .data of an argument",

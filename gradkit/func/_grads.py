@@ -19,11 +19,12 @@ from gradkit._core.pytree import PyTree, Structure
 from gradkit._state.hook_tables import hooks_kept, same_hooks_in_each_pass
 from gradkit._state.snapshot import put_back
 from gradkit.errors import StructureError, UnsupportedGraphError, describe, first_line, message
-from gradkit.func import _differentiate as levels
+from gradkit.func import _level as levels
 from gradkit.func import _vmap_or_loop
 from gradkit.func._arguments import ArgNums, Arguments, check_options, read_arguments
-from gradkit.func._differentiate import LevelPasses, differentiate, gradient_of_the_sum
+from gradkit.func._differentiate import differentiate, own_code
 from gradkit.func._errors import named_errors
+from gradkit.func._level import LevelPasses, gradient_of_the_sum
 from gradkit.func._vmap_or_loop import Batch, Dims, OneByOne, Randomness, RunOne
 
 _Gradients: TypeAlias = tuple[Grads, Tensors]
@@ -54,7 +55,9 @@ def value_and_grads(
 
     Args:
         fn: Takes any arguments, which it must not change, and returns a tree of real losses of one
-            element each. A bare tuple of two raises without `weights`, as it may be (loss, aux).
+            element each. A bare tuple of two raises without `weights`, as it may be (loss, aux). It
+            may do what eager code may, but for `backward()`, where no transform, no forward mode
+            and no torch.compile is around; hooks that it registers end with the call.
         argnums: The positional arguments to differentiate with respect to, an int or a tuple of
             ints: trees of floating-point or complex tensors and None. A module in them stands for
             `dict(module.named_parameters())`, an iterator or an optimizer for the tuple of its
@@ -84,7 +87,8 @@ def value_and_grads(
         OptionError: An option has no such value.
         StructureError: `weights` or what `fn` returned does not fit.
         UnreachedParamError: No variable; or, with `unused="error"`, one that no loss reaches.
-        UnsupportedGraphError: torch.func cannot enter what `fn` does, or gets it silently wrong.
+        UnsupportedGraphError: torch gets what `fn` does silently wrong, or torch.func, where it is
+            needed, cannot enter it; or `fn` writes on a tensor from outside.
 
     Source:
         `torch.func.grad_and_value`, https://pytorch.org/docs/stable/func.api.html; names and
@@ -93,13 +97,15 @@ def value_and_grads(
     check_options(fn, argnums, has_aux, unused, create_graph)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        arguments = read_arguments(args, argnums, unused=unused)
-        run = partial(gradient_of_the_sum, weights=weights, may_be_aux=not has_aux)
-        flags: Any = {"has_aux": has_aux, "create_graph": create_graph}
-        with put_back(fn):
-            out = differentiate(fn, arguments, kwargs, run, **flags)
-        values = pytree.unflatten(out.spec, out.values)
-        grads = arguments.grads_to_tree(out.grads[0], losses=out.values, refused=out.refused)
+        with own_code():
+            arguments = read_arguments(args, argnums, unused=unused)
+            run = partial(gradient_of_the_sum, weights=weights, may_be_aux=not has_aux)
+            flags: Any = {"has_aux": has_aux, "create_graph": create_graph}
+            with put_back(fn):
+                out = differentiate(fn, arguments, kwargs, run, **flags)
+            values = pytree.unflatten(out.spec, out.values)
+            facts: Any = {"losses": out.values, "refused": out.refused, "is_plain": out.is_plain}
+            grads = arguments.grads_to_tree(out.grads[0], **facts)
         return ((values, out.aux), grads) if has_aux else (values, grads)
 
     return call
@@ -179,10 +185,11 @@ def per_loss_grads(
             return grads
 
         flags: Any = {"has_aux": has_aux, "create_graph": create_graph}
-        with put_back(fn):
+        with own_code(), put_back(fn):
             out = differentiate(fn, arguments, kwargs, run, scalar=False, **flags)
+        facts: Any = {"refused": out.refused, "is_plain": out.is_plain}
         trees = [
-            arguments.grads_to_tree(grads, tuple(loss.shape), losses=[loss], refused=out.refused)
+            arguments.grads_to_tree(grads, tuple(loss.shape), losses=[loss], **facts)
             for grads, loss in zip(out.grads, out.values, strict=True)
         ]
         by_loss = pytree.unflatten(out.spec, trees)

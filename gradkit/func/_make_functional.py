@@ -14,7 +14,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from gradkit._checks import recomputations
-from gradkit._compat.autograd import storage_key
+from gradkit._compat.autograd import storage_key, without_function_modes
 from gradkit._compat.dynamo import leave_uncompiled
 from gradkit._compat.modules import own_parametrized_values
 from gradkit._compat.transforms import BATCH, memory_of, transforms
@@ -22,11 +22,12 @@ from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.params import refuse_distributed, require_tensor
-from gradkit._core.user_code import captured_by, may_compute
+from gradkit._core.user_code import CAPTURED, captured_by, may_compute
 from gradkit._state.copy_on_write import CopyOnWrite, CopyOnWriteMode, is_in_place
 from gradkit._state.module_state import ModuleSnapshot, TensorSlots, alone, keeping_state, state_now
 from gradkit._state.recomputed_tensors import is_recomputed
 from gradkit._state.stale_reads import stale_reads_refused
+from gradkit._torch_bugs.monitor import all_are_monitors, is_ordinary
 from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError, describe, message
 
 Named: TypeAlias = dict[str, Tensor]
@@ -65,10 +66,9 @@ def make_functional(module: nn.Module) -> tuple[ModuleCall, Named, Named]:
         outermost call of gradkit ends: this call itself, where no other is around, so that such a
         loss is to be read in a function that `func.value_and_grads` gets. It raises
         `StructureError` for trees of other names, `LeafTypeError` for what is no tensor, and
-        `UnsupportedGraphError` if the module runs a non-reentrant checkpoint in an eager graph
-        (which would recompute with the module's own parameters), assigns one of two names of a
-        buffer, returns or keeps what would compute later with its own parameters, or reads what a
-        pass with other parameters left in it.
+        `UnsupportedGraphError` if the module assigns one of two names of a buffer, returns or keeps
+        what would compute later with its own parameters, or reads what a pass with other parameters
+        left in it. A non-reentrant checkpoint inside recomputes with the tensors of the call.
 
     Raises:
         LeafTypeError: It is no module, or a lazy one that has not run yet.
@@ -118,7 +118,6 @@ def functional(module: nn.Module) -> tuple[ModuleCall, Named, Named]:
         given = read_named(params, names, "params")
         # Copies: what the forward pass writes on is new.
         new = {name: t.clone() for name, t in read_named(buffers, buffer_names, "buffers").items()}
-        snapshot = recomputations.before([*given.values(), *new.values(), args, kwargs])
 
         def by_torch() -> tuple[Any, Named]:
             both = {**given, **{name: new[first] for name, first in every_name.items()}}
@@ -132,7 +131,6 @@ def functional(module: nn.Module) -> tuple[ModuleCall, Named, Named]:
             replaced = {name: t for name, t in pairs if t is not given[name]}
             run = partial(module, *args, **kwargs)
             out, after = _run_on(module, given, new, replaced, run, by_torch)
-        recomputations.refuse(out, snapshot)
         for name, first in second_names.items():
             if name in after and after[name] is not after[first]:
                 expected = f"one buffer under both its names, {first!r} and {name!r}"
@@ -142,6 +140,7 @@ def functional(module: nn.Module) -> tuple[ModuleCall, Named, Named]:
         # A buffer that was assigned, and not written on, is in the dictionary.
         return out, {name: after[name] for name in buffer_names}
 
+    vars(call)[CAPTURED] = module  # a walk through all names and tensors takes 20 us
     return call, params, {name: buffer.detach().clone() for name, buffer in own_buffers.items()}
 
 
@@ -155,7 +154,7 @@ def _run_on(
         own = CopyOnWriteMode(CopyOnWrite(lambda tensor: memory_of(tensor) in memory))
     around = state_now()
     with keeping_state() as state:
-        snapshot = state.add(module) or ModuleSnapshot(module)
+        snapshot = state.snapshot_of(module)
         tensors = list(given.values())
         stale = stale_reads_refused([snapshot], state=state, given=tensors)
         state.replaced |= set(map(id, replaced.values()))
@@ -166,9 +165,9 @@ def _run_on(
                 is_tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
                 is_refused = is_tracing or isinstance(module, _REFUSED_BY_TORCH)
                 if is_refused or not slots.fill({**given, **new}):
-                    out, after = by_torch()
+                    out, after = recomputations.exact(by_torch, module)
                 else:
-                    out, after = run(), {**new, **slots.buffers()}
+                    out, after = recomputations.exact(run, module), {**new, **slots.buffers()}
             result: tuple[Any, Named] = out, after
             if isinstance(own, CopyOnWriteMode):
                 result = own.writes.values(result)
@@ -240,6 +239,8 @@ def _listed(names: list[Any]) -> str:
 
 
 _SET_DATA = cast("Any", torch.Tensor).data.__set__
+# Of arguments among which no parameter of a module's own is, and no list that may hold one.
+_NO_PARAMETERS = {Tensor, int, float, bool, str, type(None), torch.Size, torch.dtype, torch.device}
 
 
 class ReadOnly(TorchFunctionMode):
@@ -254,10 +255,16 @@ class ReadOnly(TorchFunctionMode):
         self._tensors = list(tensors)
         self._ids, self._replaced = set(map(id, self._tensors)), set(map(id, replaced))
         self._memory: dict[torch.layout, set[int]] = {}
+        self._is_in_function = all_are_monitors()
 
     @leave_uncompiled
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, unless it writes."""
+        if self._is_in_function and not types and is_ordinary(func, kwargs):
+            given = (*args, *kwargs.values()) if kwargs else args
+            if _NO_PARAMETERS.issuperset(map(type, given)):
+                with without_function_modes():  # half of the time, as in a monitor
+                    return func(*args, **kwargs) if kwargs else func(*args)
         name = getattr(func, "__name__", "")
         is_write = is_in_place(name) and args and isinstance(args[0], Tensor)
         is_replaced = func == _SET_DATA and id(args[0]) in self._ids

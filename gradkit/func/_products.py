@@ -28,7 +28,7 @@ from gradkit._state.module_state import alone, state_now
 from gradkit._state.snapshot import put_back
 from gradkit._torch_bugs.monitor import OpMonitor
 from gradkit.errors import describe, message, warn_fallback
-from gradkit.func import _differentiate as levels
+from gradkit.func import _level as levels
 from gradkit.func._arguments import Arguments, check_options, copied, read_arguments
 from gradkit.func._errors import ZERO_TENSOR, named_errors
 from gradkit.func._grads import value_and_grads
@@ -338,7 +338,7 @@ def hvp(
     def grads_at(*tensors: Tensor) -> tuple[tuple[Tensor, ...], Tensors]:
         here = arguments.at(arguments.args_with(tensors))
         run = partial(levels.gradient_of_the_sum, may_be_aux=True)
-        result = levels.differentiate(fn, here, {}, run, has_aux=False, create_graph=None)
+        result = levels.differentiate_in_level(fn, here, {}, run, has_aux=False, create_graph=None)
         refused[:] = [result.refused]
         pairs = zip(result.grads[0], here.variables, strict=True)
         return tuple(torch.zeros_like(x) if g is None else g for g, x in pairs), result.values

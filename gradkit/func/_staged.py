@@ -31,9 +31,9 @@ from gradkit._state.rerun import RerunState, recording_writes
 from gradkit._state.snapshot import put_back
 from gradkit.errors import OptionError, StructureError, UnsupportedGraphError, describe, message
 from gradkit.func._arguments import Arguments, read_arguments
-from gradkit.func._differentiate import cast_to, detached
 from gradkit.func._errors import independent, named_errors
 from gradkit.func._grads import value_and_grads
+from gradkit.func._level import cast_to, detached
 
 
 def _row_chunks(tree: PyTree, chunk_size: int | None, root: str) -> list[PyTree]:
@@ -141,12 +141,11 @@ class _EncoderStage:
     def _run(self, chunk: PyTree) -> _EncodedChunk:
         with torch.enable_grad(), INSIDE:
             variables = [x.detach().requires_grad_() for x in self._arguments.variables]
-            before = recomputations.before(variables)
             if self._kept is not None:
                 self._kept.put_back()  # each chunk starts from what the modules kept before
             with recording_writes():
-                returned = self._encode(*self._arguments.args_with(variables), chunk)
-            recomputations.refuse(returned, before)
+                args = *self._arguments.args_with(variables), chunk
+                returned = recomputations.exact(lambda: self._encode(*args))
         outputs = options.read_losses(returned, scalar=False, returned=True)
         below = Subgraph(outputs.leaves)
         captured = {id(x): x for x in below.leaves.values() if x.requires_grad}

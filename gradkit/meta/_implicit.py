@@ -105,9 +105,9 @@ def implicit(
         StructureError: Raised by `find` if the solver, `root` or `fixed_point` returns another
             tree.
         UnsupportedGraphError: Raised by `find` if the inner loss uses a tensor from outside that
-            requires grad, or a checkpoint that recomputes a module with its own parameters; if the
-            solver needs params that require grad, or writes on outer; and inside torch.func; and by
-            a backward pass with `create_graph=True`, or for which the Jacobian is singular.
+            requires grad; if the solver needs params that require grad, or writes on outer; and
+            inside torch.func; and by a backward pass with `create_graph=True`, or for which the
+            Jacobian is singular.
 
     Source:
         Blondel et al. 2022, "Efficient and Modular Implicit Differentiation", equation (2),
@@ -299,10 +299,8 @@ class _OptimalityCondition:
         return list(Recomputed.of(rule, [*minimum, *outer], minimum))
 
     def _run(self, at: Tensors, by: Tensors) -> tuple[Tensors, Subgraph]:
-        before = recomputations.before([*at, *by])
         with recording_writes(), ForwardMonitor(), INSIDE:
-            values = self.fn(at, by)
-        recomputations.refuse(values, before)
+            values = recomputations.exact(lambda: self.fn(at, by))
         return values, _check_graph(values, at, self.name)
 
     def _grads(

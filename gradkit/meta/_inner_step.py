@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import compress
@@ -22,7 +22,8 @@ from gradkit._autograd.engine import inner_grads
 from gradkit._autograd.inner_pass import InnerPass
 from gradkit._checks import eager_graph, recomputations
 from gradkit._checks.higher_derivatives import refuse_wrong_derivative
-from gradkit._compat.transforms import transforms
+from gradkit._compat.autograd import with_function_modes
+from gradkit._compat.transforms import engine_calls, transforms
 from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree, user_code
 from gradkit._core.call import Losses
@@ -33,12 +34,13 @@ from gradkit._core.pytree import PyTree
 from gradkit._core.results_without_graph import with_refused_derivatives
 from gradkit._state.rerun import RerunState, recording_writes, what_first_run_made
 from gradkit._state.snapshot import Snapshot
-from gradkit._torch_bugs.monitor import ForwardMonitor
+from gradkit._torch_bugs.monitor import ForwardMonitor, active_monitors
 from gradkit._torch_bugs.node_formulas import holds_formulas
 from gradkit.errors import describe, message
 from gradkit.func._arguments import Arguments
 from gradkit.func._checkpoint import Recomputation
-from gradkit.func._differentiate import LevelPasses, differentiate, parts_of, read_returned
+from gradkit.func._differentiate import differentiate, own_code
+from gradkit.func._level import LevelPasses, parts_of, read_returned
 from gradkit.meta._builtin_optimizers import is_own_rule
 from gradkit.meta._optimizer import Optimizer, StateLists, check_grads, update
 
@@ -151,6 +153,11 @@ def runs_user_code(below: Subgraph, hooks: int) -> bool:
     return user_code.hooks_made() != hooks or bool(user_code.user_functions(below.kinds))
 
 
+def watched() -> AbstractContextManager[object]:
+    """Return what watches the operations of the caller's code; in a function, its monitor does."""
+    return with_function_modes() if active_monitors() else ForwardMonitor()
+
+
 InnerGrads: TypeAlias = tuple[Tensor, Grads, PyTree]  # the loss, its gradients, the aux
 # The loss and aux of a tree of params.
 LossOfParams = Callable[[PyTree], tuple[Tensor, PyTree]]
@@ -199,6 +206,10 @@ class InnerStep:
 
     def __call__(self, carry: Carry, inputs: StepInputs, *, create_graph: bool) -> StepOutputs:
         """Run the step of a single batch; the loss carries the graph of its computation."""
+        with own_code():
+            return self._run(carry, inputs, create_graph)
+
+    def _run(self, carry: Carry, inputs: StepInputs, create_graph: bool) -> StepOutputs:
         (batch,) = inputs.batches
         # Clones: the loss may write to them, as batch norm does.
         buffers = pytree.map_tensors(Tensor.clone, carry.buffers) if self.has_buffers else None
@@ -219,13 +230,13 @@ class InnerStep:
         if self.has_buffers:
             buffers, aux = aux
         if self.grad_transform is not None:
-            with recording_writes(), ForwardMonitor(), INSIDE:
+            with recording_writes(), watched(), INSIDE:
                 grads = self._transformed(self.grad_transform, grads, inputs.outer, carry.state)
         run = partial(update, self.opt, carry.tensors, grads, carry.state, inputs.hyper)
         if is_own_rule(self.opt):
             new = run()
         else:
-            with recording_writes(), ForwardMonitor(), INSIDE:
+            with recording_writes(), watched(), INSIDE:
                 new = run()
         return StepOutputs(Carry(*new, buffers), [loss], [aux], [])
 
@@ -258,10 +269,11 @@ class InnerStep:
                     x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
                     for x in tensors
                 ]
-            before, hooks = recomputations.before(variables), user_code.hooks_made()
-            with recording_writes(), ForwardMonitor(), INSIDE:
-                loss, aux = loss_fn(self.params.tree(variables))
-            recomputations.refuse((loss, aux), before)
+            if engine_calls.depth:
+                engine_calls.made |= {id(x): x for x in variables if x.is_leaf}
+            hooks, tree = user_code.hooks_made(), self.params.tree(variables)
+            with recording_writes(), watched(), INSIDE:
+                loss, aux = recomputations.exact(lambda: loss_fn(tree))
             below = _check_graph(loss, variables, create_graph=twice)
             options: Any = {"create_graph": twice, "retain_graph": create_graph}
             if below is None:

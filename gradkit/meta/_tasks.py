@@ -22,8 +22,9 @@ from gradkit._state.snapshot import put_back
 from gradkit.errors import OptionError, StructureError, describe, message
 from gradkit.func import _vmap_or_loop
 from gradkit.func._arguments import Arguments, read_arguments
-from gradkit.func._differentiate import differentiate, gradient_of_the_sum
+from gradkit.func._differentiate import differentiate
 from gradkit.func._errors import independent, named_errors
+from gradkit.func._level import gradient_of_the_sum
 from gradkit.func._vmap_or_loop import Batch, OneByOne, Randomness, RunOne
 from gradkit.meta._inner_step import raised_where_it_would_take, read_loss
 

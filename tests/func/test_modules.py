@@ -376,8 +376,9 @@ class Square(torch.autograd.Function):
 class Checkpointed(nn.Module):
     """A module with a checkpoint inside, whose result leaves it in one way or another."""
 
-    def __init__(self, out: str = "tensor") -> None:
+    def __init__(self, out: str = "tensor", *, inside: bool = True) -> None:
         super().__init__()
+        self.inside = inside
         self.inner = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Tanh())
         self.register_buffer("last", torch.zeros(()))
         self.out = out
@@ -385,7 +386,7 @@ class Checkpointed(nn.Module):
     def forward(self, x: Tensor) -> Any:
         inner = Square.apply if self.out == "function" else self.inner
         h = self.inner[0](x) if self.out == "function" else x
-        y = checkpoint(inner, h, use_reentrant=False).sum()
+        y = (checkpoint(inner, h, use_reentrant=False) if self.inside else inner(h)).sum()
         if self.out == "buffer":
             self.last = y
             return x.sum()
@@ -402,17 +403,30 @@ def other_params(params: Any) -> Any:
 @pytest.mark.parametrize(
     "out", ["tensor", "function", "tree", "object", "buffer", "through a buffer"]
 )
-def test_a_checkpoint_inside_is_refused(device: torch.device, out: str) -> None:
-    """Its recomputation would run on the module's own parameters: silently wrong [F3]."""
+def test_a_checkpoint_inside_recomputes_with_the_given_parameters(
+    device: torch.device, out: str
+) -> None:
+    """By torch, it would run on the module's own: silently wrong [F3]."""
     module = Checkpointed(out).to(device)
+    plain = Checkpointed(out, inside=False).to(device)
+    plain.load_state_dict(module.state_dict())
     call, own, buffers = make_functional(module)
-    x = torch.randn(2, 3, device=device)
+    x = torch.randn(2, 3, device=device, requires_grad=True)
+
+    def results(call: Callable[..., Any], params: Any) -> Any:
+        result, new = call(params, buffers, x)
+        result = result.loss if out == "object" else result
+        loss = total([result, *new.values()])
+        options: Any = {"allow_unused": True}
+        grads = torch.autograd.grad(loss, [x, *params.values()], create_graph=True, **options)
+        present = [grad for grad in grads if grad is not None and grad.requires_grad]
+        second = torch.autograd.grad(total(present), [x, *params.values()], **options)
+        return [result, new, [grad for grad in (*grads, *second) if grad is not None]]
+
     for params in (own, other_params(own)):
-        with (
-            pure(module, params, buffers, x),
-            pytest.raises(gradkit.UnsupportedGraphError, match="checkpoint the whole call"),
-        ):
-            call(params, buffers, x)
+        with pure(module, params, buffers, x):
+            got = results(call, params)
+        is_same(device, got, results(make_functional(plain)[0], params))
     with torch.no_grad():  # where nothing is recomputed
         result, new = call(other_params(own), buffers, x)
         module.load_state_dict({**other_params(own), **buffers})
@@ -420,18 +434,6 @@ def test_a_checkpoint_inside_is_refused(device: torch.device, out: str) -> None:
     if out == "object":
         result, expected = result.loss, expected.loss
     is_same(device, [result, *new.values()], [expected, *module.buffers()])
-
-
-def test_a_checkpoint_inside_of_a_functional_call_is_refused(device: torch.device) -> None:
-    module = Checkpointed().to(device)
-    call, params, buffers = make_functional(module)
-    x = torch.randn(2, 3, device=device)
-    for transform in (gradkit.func.value_and_grads, gradkit.func.per_loss_grads):
-        with (
-            pure(module, params, buffers, x),
-            pytest.raises(gradkit.UnsupportedGraphError, match="checkpoint"),
-        ):
-            transform(lambda p, x: call(p, buffers, x)[0])(params, x)
 
 
 def test_a_checkpoint_of_the_whole_call_is_exact(device: torch.device) -> None:
@@ -449,10 +451,15 @@ def test_a_checkpoint_of_the_whole_call_is_exact(device: torch.device) -> None:
         _, grads = gradkit.value_and_grads(total(out), params)
     is_same(device, list(grads.values()), expected)
     is_same(device, list(new.values()), list(reference.buffers()))
-    # It does not hide another one inside.
-    call, params, buffers = make_functional(Checkpointed().to(device))
-    with pytest.raises(gradkit.UnsupportedGraphError, match="checkpoint"):
-        checkpoint(call, params, buffers, x, use_reentrant=False)
+    # It may have another one inside.
+    results = []
+    for inside in (True, False):
+        torch.manual_seed(0)
+        call, own, buffers = make_functional(Checkpointed(inside=inside).to(device))
+        params = other_params(own)
+        out, _ = checkpoint(call, params, buffers, x, use_reentrant=False)
+        results.append(gradkit.value_and_grads(out.sum(), params)[1])
+    is_same(device, *results)
 
 
 @pytest.mark.parametrize("given", ["alive", "input", "keyword", "params", "buffers"])

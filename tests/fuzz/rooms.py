@@ -8,7 +8,17 @@ from random import Random
 from typing import TypeAlias
 
 import gradkit
-from tests.fuzz import calls, company, formulas, functions, hooks, laws, training, twins
+from tests.fuzz import (
+    calls,
+    company,
+    eager_functions,
+    formulas,
+    functions,
+    hooks,
+    laws,
+    training,
+    twins,
+)
 from tests.fuzz.cases import WRITTEN, Case, Op, Refused, draw
 from tests.fuzz.laws import Law
 from tests.strategies import HOOKLESS, OPS, WRITING
@@ -91,6 +101,7 @@ ROOMS: dict[str, Room] = {
     "transforms": calls.transforms,
     "penalties": calls.penalties,
     "traced writes": calls.traced_writes,
+    "functions of eager code": eager_functions.functions,
     "duals": calls.duals,
     "threads": calls.threads,
     "re-entrancy": with_ops(CALLING),

@@ -407,24 +407,31 @@ class Checkpointed(nn.Module):
         super().__init__()
         self.layer = nn.Linear(2, 2, bias=False, dtype=D)
 
-    def forward(self, x: Tensor, reentrant: bool) -> Tensor:
+    def forward(self, x: Tensor, reentrant: bool | None) -> Tensor:
+        if reentrant is None:
+            out: Tensor = self.layer(x)
+            return out
         return checkpoint(self.layer, x, use_reentrant=reentrant)
 
 
-def test_checkpoints_are_refused(device: torch.device) -> None:
-    """A module's would be recomputed with the parameters that the module has by then."""
+def test_checkpoints_are_right_or_refused(device: torch.device) -> None:
+    """By torch, a module's is recomputed with the parameters that the module has by then."""
     module, x = Checkpointed().to(device), torch.ones(3, 2, dtype=D, device=device)
     o = torch.tensor(0.5, dtype=D, device=device, requires_grad=True)
     start = {"layer.weight": torch.ones(2, 2, dtype=D, device=device)}
 
-    def of_module(reentrant: bool, w: Any, o: Tensor) -> Tensor:
+    def of_module(reentrant: bool | None, w: Any, o: Tensor) -> Tensor:
         given = x.detach().requires_grad_()
         out: Tensor = torch.func.functional_call(module, w, (given, reentrant))
         return (out - o).square().sum()
 
-    for reentrant in (False, True):
-        with pytest.raises(gradkit.UnsupportedGraphError, match="checkpoints"):
-            meta.implicit(lambda w, o: w, partial(of_module, reentrant))(start, o)
+    results = []
+    for reentrant in (False, None):
+        found = meta.implicit(lambda w, o: w, partial(of_module, reentrant))(start, o)
+        results.append(torch.autograd.grad(found["layer.weight"].square().sum(), o)[0])
+    torch.testing.assert_close(*results)
+    with pytest.raises(gradkit.UnsupportedGraphError, match="checkpoints"):
+        meta.implicit(lambda w, o: w, partial(of_module, True))(start, o)
 
 
 def test_a_solver_that_writes_on_outer_is_refused(device: torch.device) -> None:

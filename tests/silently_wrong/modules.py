@@ -40,18 +40,26 @@ def checkpoint_inside_of_functional_call(device: torch.device) -> Case:
         module = Cubes(inside=inside).to(device)
         return run(lambda params: functional_call(module, params, (x,)))
 
-    call, _, _ = func.make_functional(Cubes(inside=True).to(device))
+    module = Cubes(inside=True).to(device)
+    call, _, _ = func.make_functional(module)
     plain, _, _ = func.make_functional(Cubes(inside=False).to(device))
-
-    def instead(params: Any) -> Tensor:
-        return checkpoint(lambda params: plain(params, {}, x)[0], params, use_reentrant=False)
-
-    return Case(
-        theirs(inside=True),
-        theirs(inside=False),
-        lambda: run(lambda params: call(params, {}, x)[0]),
-        lambda: run(instead),
+    whole = run(
+        lambda params: checkpoint(lambda p: plain(p, {}, x)[0], params, use_reentrant=False)
     )
+    assert whole == theirs(inside=False)
+    assert run(lambda params: call(params, {}, x)[0]) == theirs(inside=False)
+
+    def ours() -> Tensor:
+        params = {"w": w.clone().requires_grad_()}
+        _, grads = gradkit.value_and_grads(functional_call(module, params, (x,)), params)
+        return grads["w"]
+
+    def instead() -> Tensor:
+        loss = lambda params: functional_call(module, params, (x,))  # noqa: E731
+        result: Tensor = func.value_and_grads(loss)({"w": w})[1]["w"]
+        return result
+
+    return Case(theirs(inside=True), theirs(inside=False), ours, instead)
 
 
 def buffers_that_are_arguments(device: torch.device) -> Case:
@@ -136,8 +144,8 @@ REFUSED = gradkit.UnsupportedGraphError
 ROWS = [
     Row(
         "`functional_call` at 3 of a module at 1 with a checkpoint inside: of `w * (2 * w) ** 2`",
-        [12.0], [108.0], "`func.make_functional`", checkpoint_inside_of_functional_call, REFUSED,
-        "with the checkpoint around the call",
+        [12.0], [108.0], "`value_and_grads`", checkpoint_inside_of_functional_call, REFUSED,
+        "`func.make_functional`; in a function, `func.value_and_grads`; the checkpoint around it",
     ),
     Row(
         "`grad(f)(params, buffers)` of a `functional_call` with a batch norm: the given "

@@ -347,35 +347,6 @@ def buffer_written_in_a_checkpoint(device: torch.device) -> Case:
     return _recomputed(device, function, 36.0)()
 
 
-class Checkpointed(torch.nn.Module):
-    """The square of a weight times its input, in a checkpoint."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(1, dtype=D, device=device))
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = checkpoint(lambda x: (self.weight * x) ** 2, x, use_reentrant=False)
-        return result
-
-
-def checkpoint_in_a_functional_call(device: torch.device) -> Case:
-    module, x = Checkpointed(device), torch.full((1,), 2.0, dtype=D, device=device)
-    w = torch.full((1,), 3.0, dtype=D, device=device, requires_grad=True)
-
-    def loss() -> Tensor:
-        result: Tensor = torch.func.functional_call(module, {"weight": w}, (x,)).sum()
-        return result
-
-    with gradkit.checked(), pytest.raises(gradkit.UnsupportedGraphError, match="gives other"):
-        gradkit.value_and_grads(loss(), w)
-    call, _, buffers = func.make_functional(module)
-    with pytest.raises(gradkit.UnsupportedGraphError, match="checkpoint"):
-        call({"weight": w}, buffers, x)
-    right = torch.autograd.grad((w * x).square().sum(), w)[0]
-    return Case(grad(loss(), w)[0], right, lambda: gradkit.value_and_grads(loss(), w)[1])
-
-
 def numbers_of_numpy_in_a_checkpoint(device: torch.device) -> Case:
     generators = [numpy.random.default_rng(0) for _ in range(2)]
     right = 36 * generators[0].random() ** 2
@@ -783,12 +754,6 @@ ROWS = [
     Row(
         "the same for `sin(w * x * v)`, where `v` is 5, and `v.requires_grad_()` before the pass",
         [14.403], [2.314], BY_CHECKED, factor_that_is_unfrozen_after_a_checkpoint, same=True,
-    ),
-    Row(
-        "`grad(functional_call(module, {\"weight\": w}, x), w)` at 3, where `x` is 2, of "
-        "`checkpoint(lambda x: (self.weight * x) ** 2, x)`, whose own weight is 1",
-        [8.0], [24.0], f"`func.make_functional`: {REFUSED}; {BY_CHECKED}",
-        checkpoint_in_a_functional_call, same=True,
     ),
     Row(
         "`grad(rrelu(w, training=True), w).isnan()`, under saved-tensor hooks that copy"

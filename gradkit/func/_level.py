@@ -1,0 +1,351 @@
+"""One level of torch.func: a function's losses, passes from them, and the errors of torch.func.
+
+The passes run inside the level, where a pass can start from one loss: from outside, as the function
+that `torch.func.vjp` returns, the others would need zero cotangents, and 0 * inf is nan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from numbers import Number
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import torch
+from torch import Tensor
+from torch.func import vjp
+
+from gradkit._autograd import engine
+from gradkit._autograd.inner_pass import InnerPass
+from gradkit._checks.higher_derivatives import refuse_wrong_derivative
+from gradkit._checks.hooks_in_passes import any_changed_gradients, watched_pass
+from gradkit._compat import transforms as torch_func
+from gradkit._compat.transforms import TensorLists, differentiated, level_of, recording_levels
+from gradkit._compat.undoing import INSIDE
+from gradkit._core import pytree
+from gradkit._core.call import Losses, read_losses, read_weights
+from gradkit._core.graph import Subgraph
+from gradkit._core.ownership import PLAIN_TYPES, leave_inference_mode
+from gradkit._core.params import Grads, Tensors
+from gradkit._core.pytree import PyTree, Structure
+from gradkit._core.user_code import functions_alive, hooks_made, hooks_registered, user_functions
+from gradkit._torch_bugs.monitor import OpMonitor, active_monitors
+from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError, describe, message
+from gradkit.func._arguments import Arguments, copied
+from gradkit.func._errors import independent, named_errors
+from gradkit.func._vmap_or_loop import BatchableOps
+
+_CONSTANTS = (str, bytes, Number, Enum, torch.dtype, torch.device, torch.Size, torch.layout)
+
+
+@dataclass
+class LevelPasses:
+    """Passes from the losses of one call of a function, which run inside its level."""
+
+    monitor: OpMonitor  # what is known of the operations of the function
+    path: Callable[[int], str]  # of a variable, as the caller would write it
+    option: bool | None  # create_graph. False: no graph. True: a wrong derivative raises at once
+    in_transform: bool  # a transform around the level differentiates its results
+    eager: bool  # eager code records what it computes
+    variables: Tensors  # the level's tensors to differentiate with respect to
+    level: int | None  # its number; None while torch.compile traces, which cannot tell
+    hooked: bool = False  # fn has registered hooks, which may use tensors that its losses do not
+    refused: str | None = None  # why a derivative that eager code may take would be wrong
+    create_graph: bool = True  # jacobian reads it, and stacks gradients; not the caller's option
+
+    def depends(self, output: Tensor) -> bool:
+        """Return whether an output was computed from the variables; True while tracing."""
+        # A tensor from outside may require grad, too, with a graph outside of the level.
+        return self.level is None or (output.requires_grad and level_of(output) == self.level)
+
+    def refuse_unreached(self, losses: Losses) -> None:
+        """Raise if no path leads from a loss to a variable; nobody can tell while tracing."""
+        # A parameter that fn makes requires grad in its level, too, and leads nowhere.
+        if self.level is not None:
+            below = Subgraph(list(filter(self.depends, losses.leaves)))
+            if not any(map(below.reaches, self.variables)):
+                raise independent(losses.first_paths())
+
+    def grads(
+        self,
+        outputs: Sequence[Tensor],
+        seeds: Sequence[Tensor | None],
+        variables: Tensors,
+        *,
+        retain: bool,
+    ) -> Grads:
+        """Return the gradients of a weighted sum of outputs, from one engine pass."""
+        pairs = [p for p in zip(outputs, seeds, strict=True) if self.depends(p[0])]
+        roots, cotangents = [output for output, _ in pairs], [seed for _, seed in pairs]
+
+        def run(*, create: bool, edges: Sequence[Any] = (), keep: bool = False) -> Grads:
+            # With a graph, the pass may be refused, and run again without.
+            inputs, keep = [*variables, *edges], keep or retain or create
+            return engine.transform_grads(roots, cotangents, inputs, retain=keep, create=create)
+
+        weights = [seed for seed in cotangents if seed is not None]
+        return self.guarded(run, roots, weights, variables)
+
+    def guarded(
+        self, run: Callable[..., Grads], roots: Tensors, weights: Tensors, variables: Tensors
+    ) -> Grads:
+        """Return the gradients of the pass `run(create=...)`, if they are right."""
+        keep = self._keeps(roots, weights)
+        if self.level is None:
+            return run(create=keep)
+        below = Subgraph(roots)
+        inner = InnerPass("the loss", self.path, variables, below, weights)
+        if not keep and self._may_reach_outside(below):
+            return self._looked_at(inner.guarded(partial(run, create=True), create_graph=False))
+        if keep:
+            keep = self._check_derivative(below, variables)
+        one = partial(run, create=keep)
+        # A hook may cut what it returns off what it was given. The pull of a vjp has no edges.
+        if hooks_registered() and self.level != -1 and (keep or any_changed_gradients()):
+            of_edges = lambda edges, again: run(create=keep, edges=edges, keep=again)  # noqa: E731
+            given = of_edges, lambda: "the loss", below, variables
+            one = partial(watched_pass, *given, create_graph=keep)
+        try:
+            return inner.guarded(one, create_graph=keep)
+        except UnsupportedGraphError as error:
+            if not keep or self.option or self.in_transform:
+                raise
+            self.refused = str(error)
+        return inner.guarded(partial(run, create=False), create_graph=False)
+
+    def _keeps(self, roots: Tensors, weights: Tensors) -> bool:
+        """Return whether the gradients of a pass from these are to carry a graph."""
+        # Without one, what differentiates the gradients would take them for constants.
+        if self.option is not None:
+            return self.option
+        if self.level is None:
+            return self.in_transform or self.eager
+        # Level 0 is eager code, around all transforms.
+        return self.in_transform or any(0 in recording_levels(x) for x in (*roots, *weights))
+
+    def _looked_at(self, grads: Grads) -> Grads:
+        """Return gradients whose graph may lead outside, though that of the losses does not."""
+        return grads
+
+    def _may_reach_outside(self, below: Subgraph) -> bool:
+        """Return whether code of the user's in the pass may use tensors that the losses do not."""
+        if self.option is not None or not self.eager:
+            return False
+        return self.hooked or (functions_alive().users and bool(user_functions(below.kinds)))
+
+    def _check_derivative(self, below: Subgraph, variables: Tensors) -> bool:
+        """Return whether a pass may record its graph; a derivative to come may be refused."""
+        is_eager = any(0 in recording_levels(root) for root in below.roots)
+        if not (is_eager or self.in_transform or self.option):
+            return True  # only weights are recorded, in which the gradients are linear
+        keep = self.allows(
+            lambda: refuse_wrong_derivative(lambda: "the loss", variables, below),
+            may_differentiate=self.in_transform,
+        )
+        if keep and is_eager and not active_monitors():  # one around a call sees all that is in it
+            self.allows(lambda: self.monitor.check_derivative(below))
+        return keep
+
+    def allows(self, check: Callable[[], None], *, may_differentiate: bool = False) -> bool:
+        """Run `check`, which raises for a wrong derivative; return whether none was refused."""
+        try:
+            check()
+        except UnsupportedGraphError as error:
+            if may_differentiate or self.option:
+                raise
+            self.refused = str(error)
+        return self.refused is None
+
+    def batched_grads(self, output: Tensor, seeds: Tensor, variables: Tensors) -> Grads:
+        """Return stacked gradients for a batch of cotangents, from one vmapped pass."""
+        one = partial(self.grads, [output], variables=variables, retain=True)
+        return engine.vmapped_grads(lambda seed: (one([seed]), []), seeds)[0]
+
+
+class LevelResult(NamedTuple):
+    """The results of a level."""
+
+    values: Tensors  # the losses
+    spec: Structure  # of the losses
+    grads: list[Grads]  # the lists asked for, often one for each variable
+    aux: PyTree
+    refused: str | None  # why a derivative of the results would be wrong
+    is_plain: bool = False  # nothing of it carries a graph, and no transform is around
+
+
+def differentiate_in_level(
+    fn: Callable[..., Any],
+    arguments: Arguments,
+    kwargs: dict[str, Any],
+    run: Callable[[Losses, LevelPasses], list[Grads]],
+    *,
+    has_aux: bool,
+    create_graph: bool | None,
+    scalar: bool = True,
+    batched: bool = False,
+    per_sample: bool = False,
+) -> LevelResult:
+    """Call a function in a new level, and `run` passes from its losses."""
+    in_transform, eager = differentiated(), torch.is_grad_enabled()
+    cut, enabled = cut_of(create_graph)
+    option = create_graph if cut is list else False
+    # Under vmap, or the loop in its place, what fn writes on a tensor from outside stays with its
+    # sample. torch.compile cannot ask for the memory of a tensor.
+    ops = BatchableOps() if batched and not torch.compiler.is_compiling() else None
+    monitor = OpMonitor(per_sample=per_sample, writes=ops)
+    outside: list[Any] = []
+
+    def inside(tensors: Sequence[Tensor], level: int | None) -> TensorLists:
+        if [tensor.dtype for tensor in tensors] != arguments.dtypes:
+            for tensor, dtype in zip(tensors, arguments.dtypes, strict=True):
+                if tensor.dtype != dtype:
+                    tensor.grad_dtype = dtype  # torch adds up the uses of a leaf in it [B1]
+        made = 0 if level is None else hooks_made()
+        with monitor.noting():
+            returned = fn(*arguments.args_with(tensors), **kwargs)
+            if ops is not None:
+                returned = ops.values(returned)
+            hooked = level is not None and hooks_made() > made
+            losses, aux = read_returned(returned, has_aux=has_aux, scalar=scalar)
+        facts = option, in_transform, eager, list(tensors), level, hooked
+        passes = LevelPasses(monitor, arguments.path, *facts)
+        if not any(map(passes.depends, losses.leaves)):
+            raise independent(losses.first_paths())
+        if monitor.is_nested and level is not None:
+            monitor.note_graph(Subgraph(list(filter(passes.depends, losses.leaves))))
+        monitor.check()
+        grads = run(losses, passes)
+        if all(grad is None for part in grads for grad in part):
+            passes.refuse_unreached(losses)
+        tensors_of_aux, put_aux_back = partition_aux(aux) if has_aux else ([], lambda _: None)
+        outside.extend((losses.spec, put_aux_back, passes.refused))
+        return [losses.leaves, tensors_of_aux, *grads]
+
+    enter = _trace_level if torch.compiler.is_compiling() else torch_func.run_in_level
+    with leave_inference_mode(record=True), enabled, INSIDE:
+        point = cut(arguments.variables)
+        values, tensors_of_aux, *grads = named_errors(lambda: enter(inside, point))
+        values, tensors_of_aux = copied(cut(values)), cut(tensors_of_aux)
+    spec, put_aux_back, refused = outside
+    dtypes = arguments.dtypes
+    grads = [cast_to(dtypes, part) if len(part) == len(dtypes) else part for part in grads]
+    return LevelResult(values, spec, grads, put_aux_back(tensors_of_aux), refused)
+
+
+Cut: TypeAlias = Callable[[Iterable[Tensor]], Tensors]
+
+
+def views_of(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Return views of the tensors of a level, and copies of sparse ones: torch views none."""
+    return tuple(x.view_as(x) if x.layout == torch.strided else x.clone() for x in tensors)
+
+
+def cut_of(create_graph: bool | None) -> tuple[Cut, AbstractContextManager[object]]:
+    """Return what cuts a call's tensors from their graphs, or `list`; and what it runs under."""
+    # Detached, and not under no_grad: below a level of torch.func, operators would take that for
+    # inference (the LSTM of the CPU keeps nothing for its backward pass then).
+    if create_graph is False:
+        return detached, torch.enable_grad()
+    if create_graph or torch.is_grad_enabled() or differentiated():
+        return list, nullcontext()
+    return detached_but_tangents, torch.enable_grad()
+
+
+def detached(tensors: Iterable[Tensor]) -> Tensors:
+    """Return tensors without a graph."""
+    return [tensor.detach() for tensor in tensors]
+
+
+def detached_but_tangents(tensors: Iterable[Tensor]) -> Tensors:
+    """Return tensors without a graph, with the tangents that forward mode around them gives."""
+    detach = Tensor.detach if torch.compiler.is_compiling() else torch_func.detach_keep_tangent
+    return list(map(detach, tensors))
+
+
+def _trace_level(
+    fn: Callable[[Sequence[Tensor], None], TensorLists], point: Sequence[Tensor]
+) -> list[list[Any]]:
+    """Do what `run_in_level` does, in a way that torch.compile traces."""
+    put_back: list[Callable[[Iterable[Tensor]], PyTree]] = []
+
+    def inside(*tensors: Tensor) -> tuple[Tensor, Tensors]:
+        # Views: in a Function's `apply`, torch.compile would take the inputs of vjp for constants.
+        lists = fn(views_of(tensors), None)
+        flat, close = pytree.partition_tensors([list(part) for part in lists])
+        put_back.append(close)
+        return cast("Tensor", lists[0][0]), flat  # vjp wants an output, whatever it is
+
+    flat = vjp(inside, *point, has_aux=True)[2]  # type: ignore[misc]
+    return cast("list[list[Any]]", put_back[0](flat))
+
+
+def gradient_of_the_sum(
+    losses: Losses, passes: LevelPasses, *, weights: PyTree = None, may_be_aux: bool
+) -> list[Grads]:
+    """Run one pass from all losses together, with weights; a `run` for `differentiate`."""
+    is_pair = losses.spec.type is tuple and losses.spec.num_children == 2
+    if may_be_aux and weights is None and is_pair:
+        # Summed, a metric in it would change the gradient silently.
+        expected = "one loss, or several that are meant to be summed"
+        fix = "if the second is no loss, return the first alone, or pass has_aux=True to a call "
+        fix += "that takes it; if both are losses, return a list of them"
+        got = "a tuple of two, which may be (loss, aux)"
+        raise StructureError(message("fn", expected, got, fix))
+    seeds: Grads = [None] * len(losses.leaves)
+    given = None if weights is None else read_weights(weights, losses)
+    for index, weight in enumerate(given or ()):
+        loss = losses.leaves[index]
+        if isinstance(weight, Tensor):  # a copy: a gradient may be its cotangent itself
+            seeds[index] = weight.reshape(loss.shape).to(loss).clone()
+        else:
+            seeds[index] = torch.full_like(loss, float(weight))
+    return [passes.grads(losses.leaves, seeds, passes.variables, retain=False)]
+
+
+def cast_to(dtypes: Sequence[torch.dtype], grads: Sequence[Tensor | None]) -> Grads:
+    """Return gradients in these dtypes."""
+    return [
+        grad if grad is None or grad.dtype == dtype else grad.to(dtype)
+        for grad, dtype in zip(grads, dtypes, strict=True)
+    ]
+
+
+def read_returned(
+    returned: Any, *, has_aux: bool, scalar: bool, where: str = "fn", loss: str = "losses"
+) -> tuple[Losses, PyTree]:
+    """Check the losses that a function has returned, and split off its aux."""
+    tree, aux = returned, None
+    if has_aux:
+        tree, aux = parts_of(returned, where, (loss, "aux"), ", with has_aux=True")
+    return read_losses(tree, scalar=scalar, returned=True, may_be_aux=not has_aux), aux
+
+
+def parts_of(returned: Any, where: str, names: Sequence[str], why: str = "") -> tuple[Any, ...]:
+    """Return what a function of the caller's has returned, if it is a tuple of these parts."""
+    if not isinstance(returned, tuple) or len(returned) != len(names):
+        listed = ", ".join(names)
+        expected, fix = f"({listed}){why}", f"return {listed}"
+        raise StructureError(message(where, expected, describe(returned), fix))
+    return returned
+
+
+def require_tensor_or_constant(leaf: object, where: Callable[[], str], fix: str) -> None:
+    """Raise for a leaf that may be a container of tensors, which optree does not know."""
+    if leaf is None or isinstance(leaf, (Tensor, *_CONSTANTS)) or callable(leaf):
+        return
+    expected = "a tensor, or a constant: a number, text, a function, a module"
+    got = f"{describe(leaf)}, which is no tree that optree knows"
+    raise LeafTypeError(message(where(), expected, got, fix))
+
+
+def partition_aux(aux: PyTree) -> tuple[Tensors, Callable[[Iterable[Tensor]], PyTree]]:
+    """Do as `partition_tensors`; raise if a leaf is neither a tensor nor a constant."""
+    leaves, spec = pytree.flatten(aux)
+    fix = "return a dict; or register the class: optree.register_pytree_node"
+    for index, leaf in enumerate(leaves):
+        if type(leaf) not in PLAIN_TYPES:
+            require_tensor_or_constant(leaf, partial(pytree.path, spec, index, "aux"), fix)
+    return pytree.partition_tensors(aux)
