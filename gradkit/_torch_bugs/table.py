@@ -245,7 +245,7 @@ def _is_zero_by_zero(node: Node, at: float) -> bool:
     return bool(((saved(node, "self") == 0) & (saved(node, "other") == at)).any())
 
 
-_SAME_ELEMENTS = names_of_nodes("Alias Clone Permute Squeeze.1 ToCopy Transpose Unsqueeze")
+_SAME_ELEMENTS = names_of_nodes("Alias Clone Expand Permute Squeeze.1 ToCopy Transpose Unsqueeze")
 
 
 def _is_of_no_log_softmax(node: Node) -> bool:

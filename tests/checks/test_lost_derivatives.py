@@ -157,6 +157,16 @@ def test_ctc_loss_behind_log_softmax_is_as_before(device: torch.device) -> None:
     transposed = leaf.transpose(0, 1).log_softmax(-1).transpose(0, 1)
     losses = [criterion(transposed, targets, length, length - 3) for _ in range(2)]
     assert gradkit.per_loss_grads(losses, leaf)[0].isfinite().all()
+    steps = leaf[0].log_softmax(-1)[None].expand(5, -1, -1)  # the same for each step
+    losses = [criterion(steps, targets, length, length - 3) for _ in range(2)]
+    along = 1e-6 * random(5, 2, 4, seed=1).to(device)
+    with torch.no_grad():
+        ends = [
+            x[0].add(sign * along[0]).log_softmax(-1)[None].expand(5, -1, -1) for sign in (1, -1)
+        ]
+        slopes = [criterion(end, targets, length, length - 3) for end in ends]
+    (ours, _) = gradkit.per_loss_grads(losses, leaf)
+    torch.testing.assert_close((ours * along).sum(), (slopes[0] - slopes[1]) / 2)
     losses = [criterion(leaf * 1, targets, length, length - 3) for _ in range(2)]
     with pytest.raises(gradkit.UnsupportedGraphError, match="no log_softmax has made"):
         gradkit.per_loss_grads(losses, leaf)
