@@ -60,7 +60,8 @@ def _why_refused(error: Exception, nested: bool) -> tuple[str, str, str] | None:
                 got, fix = _of_torch(error) or (got, fix)
                 return expected, got or text, fix
     stack = transforms()
-    if not ((stack or nested) and _raised_by_torch(error)):
+    is_torch_s = _raised_by_torch(error) or text.startswith("vmap: ")  # in a user's backward, say
+    if not ((stack or nested) and is_torch_s):
         return None
     expected, fix = _BATCHED if BATCH in stack else _NESTED
     return expected, text, fix

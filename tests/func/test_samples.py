@@ -810,3 +810,31 @@ def test_what_is_under_no_grad_is_constant_in_a_jvp_around(
     products = torch.func.jvp(lambda w: per_sample_grads(loss)(w, x), (w,), (along,))[1]
     # The scale, which is 3, is a constant in both derivatives.
     torch.testing.assert_close(products, 2 * 3 * x.square() * along)
+
+
+class Negated(torch.autograd.Function):
+    """The absolute value; its backward indexes with a mask, which torch.vmap cannot batch."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return torch.where(x < 0, -x, x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.negative = inputs[0] < 0
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Tensor:
+        (cotangent,) = cotangents
+        kept = cotangent[~ctx.negative].sum() * 0
+        return torch.where(ctx.negative, -cotangent, cotangent) + kept
+
+
+def test_a_mask_in_the_backward_of_a_function_is_for_a_loop(device: torch.device) -> None:
+    w = torch.tensor([1.0, -2.0], device=device)
+    x = torch.tensor([[1.0, 2.0], [-3.0, 4.0]], device=device)
+    with pytest.warns(gradkit.GradkitWarning, match="fell back from torch.vmap to a loop"):
+        rows = per_sample_grads(lambda w, x: Negated.apply(w * x).sum())(w, x)
+    torch.testing.assert_close(rows, (w * x).sign() * x)
