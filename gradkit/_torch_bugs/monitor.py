@@ -73,6 +73,7 @@ _WITHOUT_DERIVATIVE = "torch::autograd::WarnNotImplemented"
 
 # Operations that are none of the table's, and write on nothing: they run as they are.
 _ordinary: set[Any] = set()
+_is_compiling = torch.compiler.is_compiling
 _MOST_ORDINARY = 10_000  # each module of torch.ops, and each property, has functions of its own
 _active = threading.local()
 
@@ -186,15 +187,15 @@ class OpMonitor(TorchFunctionMode):
     @leave_uncompiled
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, unless it has a known bug here."""
-        if self._watch is None:
+        # What torch.cond calls is traced: torch's compiler cannot look up all functions in a set.
+        if self._watch is None or _is_compiling():
             return self._run(func, args, kwargs)
         if func in _ordinary and not (kwargs and _may_write(**kwargs)):
             if self._is_outermost or types:
                 return func(*args, **kwargs) if kwargs else func(*args)
             with without_function_modes():  # those around are monitors, too: half of the time
                 return func(*args, **kwargs) if kwargs else func(*args)
-        # In transforms, torch refuses what is outside; what torch.cond calls is traced.
-        if not (transforms() or torch.compiler.is_compiling()):
+        if not transforms():  # in which torch refuses what is outside
             watched = self._watch(func, args, kwargs or {})
             if watched is not None:
                 args = watched

@@ -452,7 +452,7 @@ TABLE: dict[str, tuple[str, str, str, str]] = {
     "`tree`: sums": (OK, OK, OK, OK),
     "`tree`: numbers, `to_matrix`, `gram`": (OK, OK, OK, OK),
     "`report.conflicts`": (OK, OK, OK, OK),
-    "`func`": (NO, NO, NO, OK),
+    "`func`": (NO, NO, OK, OK),
     "`meta`, then `distributed.all_reduce`": (OK, IDLE, IDLE, IDLE),
     "a compiled module": (OK, OK, OK, OK),
     "`torch.autocast`": (OK, OK, OK, OK),

@@ -86,6 +86,23 @@ def test_control_flow_is_named(device: torch.device, name: str, call: str) -> No
         CALLS[call](lambda x: operation(x).sum(), x)
 
 
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")
+def test_control_flow_after_an_operation_that_torch_s_compiler_cannot_trace(
+    device: torch.device,
+) -> None:
+    """It traces what watches the operations, too, which knows those that ran before."""
+    values = torch.ones(2, device=device)
+
+    def sparse(x: Tensor) -> Tensor:
+        rows = torch.sparse_csr_tensor([0, 2], [0, 1], x.detach(), (1, 2), device=device)
+        return rows.to_dense().sum() + x.sum()
+
+    func.value_and_grads(sparse)(values)
+    _, grad = func.value_and_grads(lambda x: branch(x).sum())(values)
+    torch.testing.assert_close(grad, values.cos())
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", CONTROL_FLOW)
