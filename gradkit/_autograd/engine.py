@@ -163,9 +163,10 @@ def run_backward(
     by_engine = not (around(call) & SUBCLASSES or function_mode_enabled())
     by_engine = by_engine and PLAIN_TYPES.issuperset(map(type, outputs))
     leaves: list[Tensor] = []
-    of_shards = recomputed_tensor_sources and around(call) & SUBCLASSES  # as in `run_grad`
-    if call.create_graph and around(call) & HOOKS and not of_shards:
+    if call.create_graph and around(call) & HOOKS:
         leaves = [*call.whole.leaves.values()] if variables is None else variables
+        if recomputed_tensor_sources and not PLAIN_TYPES.issuperset(map(type, leaves)):
+            leaves = []  # of shards, as in `run_grad`
     with _grads_restored_on_error(call) if restoring else INSIDE, formulas, INSIDE:
         try:
             options = retain_graph, call.create_graph

@@ -60,11 +60,15 @@ def _why_refused(error: Exception, nested: bool) -> tuple[str, str, str] | None:
                 got, fix = _of_torch(error) or (got, fix)
                 return expected, got or text, fix
     stack = transforms()
-    is_torch_s = _raised_by_torch(error) or text.startswith("vmap: ")  # in a user's backward, say
+    # In the backward of a user's Function, the last frame is the user's.
+    is_torch_s = _raised_by_torch(error) or text.startswith(_DYNAMIC_SHAPE)
     if not ((stack or nested) and is_torch_s):
         return None
     expected, fix = _BATCHED if BATCH in stack else _NESTED
     return expected, text, fix
+
+
+_DYNAMIC_SHAPE = "vmap: We do not support batching operators that can support dynamic shape"
 
 
 def _frames(error: Exception) -> Iterator[FrameType]:
