@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -72,11 +73,19 @@ with_function_modes: Callable[[], AbstractContextManager[object]] = torch._C._En
 
 
 _CALLER = "gradkit: the thread that calls passes"
+
+
+def _stash_caller(thread: int | None) -> None:
+    if not hasattr(torch._C, "_remove_obj_from_tls"):  # torch 2.11 takes over the reference
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thread))
+    torch._C._stash_obj_in_tls(_CALLER, thread)
+
+
 # A thread that ends while it has such an object waits for the interpreter's lock.
 _forget_caller: Callable[[], object] = (
     partial(torch._C._remove_obj_from_tls, _CALLER)
     if hasattr(torch._C, "_remove_obj_from_tls")
-    else partial(torch._C._stash_obj_in_tls, _CALLER, None)  # torch 2.11
+    else partial(_stash_caller, None)
 )
 
 
@@ -97,7 +106,7 @@ def named_thread() -> Iterator[int]:
         yield cast("int", around)
         return
     with undone(_forget_caller):
-        torch._C._stash_obj_in_tls(_CALLER, get_ident())
+        _stash_caller(get_ident())
         yield get_ident()
 
 
