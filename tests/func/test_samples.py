@@ -812,7 +812,7 @@ def test_what_is_under_no_grad_is_constant_in_a_jvp_around(
     torch.testing.assert_close(products, 2 * 3 * x.square() * along)
 
 
-class Negated(torch.autograd.Function):
+class Absolute(torch.autograd.Function):
     """The absolute value; its backward indexes with a mask, which torch.vmap cannot batch."""
 
     generate_vmap_rule = True
@@ -836,5 +836,5 @@ def test_a_mask_in_the_backward_of_a_function_is_for_a_loop(device: torch.device
     w = torch.tensor([1.0, -2.0], device=device)
     x = torch.tensor([[1.0, 2.0], [-3.0, 4.0]], device=device)
     with pytest.warns(gradkit.GradkitWarning, match="fell back from torch.vmap to a loop"):
-        rows = per_sample_grads(lambda w, x: Negated.apply(w * x).sum())(w, x)
+        rows = per_sample_grads(lambda w, x: Absolute.apply(w * x).sum())(w, x)
     torch.testing.assert_close(rows, (w * x).sign() * x)
