@@ -73,7 +73,9 @@ def test_a_write_on_what_the_derivative_needs_is_named(device: torch.device, cal
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler, about itself
 @pytest.mark.parametrize("name", CONTROL_FLOW)
 @pytest.mark.parametrize("call", CALLS)
-def test_control_flow_is_right_once_and_named_beyond(device: torch.device, name: str, call: str) -> None:
+def test_control_flow_is_right_once_and_named_beyond(
+    device: torch.device, name: str, call: str
+) -> None:
     """Where it is differentiated more than once; once, the engine does it."""
     operation, by_hand = CONTROL_FLOW[name]
     x = torch.linspace(0.1, 1, 6, device=device).view(3, 2)
