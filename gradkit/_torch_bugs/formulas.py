@@ -18,12 +18,14 @@ from gradkit._compat.transforms import (
     BATCH,
     DERIVATIVES,
     FORWARD,
+    data_of,
     derivatives_around,
     differentiated_around,
     transforms,
 )
 from gradkit._core.graph import recorded_outside
 from gradkit._core.known_results import Result, Rule, rule_of
+from gradkit._state.rng import is_capturing
 from gradkit.errors import UnsupportedGraphError, message
 
 Operation = Callable[..., Any]
@@ -125,7 +127,7 @@ def norm(operation: Operation, *args: Any, **kwargs: Any) -> Tensor:
     """Return a norm; raise where it is zero: torch takes its second derivative there for zero."""
     # The second derivative of cos(norm(x)), which is smooth, is not zero there.
     value: Tensor = operation(*args, **kwargs)
-    if _is_on_host(value) and (value.detach() == 0).any():
+    if _can_be_read(value) and (data_of(value.detach()) == 0).any():
         expected, got = "a norm that has a second derivative", "one that is zero, of which a jvp "
         fix = "x.square().sum() for its square; or hvp at a point at which it is not zero"
         got += "of a derivative is silently wrong"
@@ -199,9 +201,10 @@ def _orthogonal(a: Tensor, u: Tensor, v: Tensor) -> Tensor:
     def grads(bases: Sequence[Tensor], _: Sequence[bool], cotangents: Sequence[Any]) -> Any:
         turned = (bases[0].mH @ cotangents[0]).detach()
         # A derivative of a loss of the space has other cotangents.
-        if not looked_at and _is_on_host(turned):
+        if not looked_at and _can_be_read(turned):
             looked_at.append(True)
-            if (turned - turned.mH).abs().max() > 1e-3 * turned.abs().max():
+            is_turned = (turned - turned.mH).abs().max() > 1e-3 * turned.abs().max()
+            if data_of(is_turned).any():
                 expected = "a loss of the space that is orthogonal to the matrix"
                 fix = "full_matrices=False; or a loss of u @ u.mH, of those columns u"
                 raise UnsupportedGraphError(
@@ -307,6 +310,11 @@ def _torch_is_right(matrix: Tensor, value: Tensor) -> bool:
         return False
     size = value.detach().abs()
     return bool((size.isfinite() & (size > 100 * torch.finfo(size.dtype).eps)).all())
+
+
+def _can_be_read(tensor: Tensor) -> bool:
+    """Return whether a tensor has values that a device may wait for: only they tell of a fault."""
+    return not (torch.compiler.is_compiling() or tensor.is_meta or is_capturing())
 
 
 def _is_on_host(tensor: Tensor) -> bool:

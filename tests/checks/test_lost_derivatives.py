@@ -220,10 +220,10 @@ def test_the_space_of_a_complex_matrix(device: torch.device) -> None:
 
 def test_a_loss_of_the_basis_is_refused(device: torch.device) -> None:
     a = random(5, 2).to(device)
-    if device.type != "cpu":
-        pytest.skip("no device waits for a look")
-    with pytest.raises(gradkit.UnsupportedGraphError, match="one that depends on its basis"):
-        func.value_and_grads(lambda a: beyond(a)[:, 0].sum())(a)
+    grads = func.value_and_grads(lambda a: beyond(a)[:, 0].sum())
+    for call, given in ((grads, a), (torch.func.vmap(grads), a.expand(3, 5, 2))):
+        with pytest.raises(gradkit.UnsupportedGraphError, match="one that depends on its basis"):
+            call(given)
     leaf = a.clone().requires_grad_()
     with gradkit.checked(), pytest.raises(gradkit.UnsupportedGraphError, match="its basis"):
         gradkit.value_and_grads(beyond(leaf)[:, 0].sum(), leaf)
@@ -336,15 +336,18 @@ NORMS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", NORMS)
 def test_a_second_derivative_of_a_norm_of_zero(device: torch.device, name: str) -> None:
-    if device.type != "cpu":
-        pytest.skip("no device waits for a look")
     zero, along = torch.zeros(2, dtype=D, device=device), torch.ones(2, dtype=D, device=device)
+    some = torch.stack([along, zero])
     for smooth in (torch.cos, torch.square, lambda n: torch.special.sinc(n / torch.pi)):
         fn: Any = lambda x, smooth=smooth: smooth(NORMS[name](x))  # noqa: E731
         with pytest.raises(gradkit.UnsupportedGraphError, match="a norm that has a second"):
             func.hvp(fn, zero, along)
+        each = torch.func.vmap(lambda x, fn=fn: func.hvp(fn, x, along)[1])
+        with pytest.raises(gradkit.UnsupportedGraphError, match="a norm that has a second"):
+            each(some)
         right = torch.autograd.functional.hvp(fn, along, along)[1]
         torch.testing.assert_close(func.hvp(fn, along, along)[1], right)
+        torch.testing.assert_close(each(along[None]), right[None])
         assert func.value_and_grads(fn)(zero)[1].tolist() == [0, 0]  # as torch's
     fn = lambda x: functional.normalize(x, dim=0).sum()  # noqa: E731
     assert func.hvp(fn, zero, along)[1].tolist() == [0, 0]  # linear within its eps
