@@ -89,7 +89,11 @@ def run(document: Document) -> None:
         leave_process_group()
 
 
-@pytest.mark.parametrize("path", [path for path in PAGES if path.name != "errors.md"], ids=page_id)
+RUN = [path for path in PAGES if path.name != "errors.md"]
+IN_SECONDS = [path for path in RUN if path.name != "compile.md"]
+
+
+@pytest.mark.parametrize("path", others_slow(RUN, IN_SECONDS), ids=page_id)
 def test_python_blocks_run(path: Path) -> None:
     skip_of_dtensors(page_id(path))
     run(parse(path))

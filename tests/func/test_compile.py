@@ -205,7 +205,7 @@ def calls(call: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
 CALLS = tuple(calls(lambda: None))
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", others_slow(CALLS, ["has_aux", "per_loss_grads", "hvp"]))
 def test_a_call_is_one_graph(device: torch.device, name: str) -> None:
     call, make = functional_module(nn.Linear(3, 2).to(device, F64))
     assert_compiles(calls(call)[name], make)
@@ -231,7 +231,7 @@ STEPS: dict[str, meta.Optimizer] = {
 }
 
 
-@pytest.mark.parametrize("name", others_slow(STEPS, ["sgd with momentum", "adam"]))
+@pytest.mark.parametrize("name", others_slow(STEPS, ["sgd with momentum"]))
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_loop_of_steps_is_compiled_once_after_the_first(
     device: torch.device, backend: str, name: str
@@ -360,7 +360,7 @@ def trees(device: torch.device) -> Any:
 
 @pytest.mark.parametrize(
     "model",
-    [mlp, conv, embedding, transformer, dropout, tied, frozen, trees],
+    others_slow([mlp, conv, embedding, transformer, dropout, tied, frozen, trees], [tied, trees]),
     ids=lambda m: m.__name__,
 )
 def test_a_model_is_one_graph(device: torch.device, model: Callable[..., Any]) -> None:
@@ -440,7 +440,7 @@ TRANSFORMED: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", TRANSFORMED)
+@pytest.mark.parametrize("name", others_slow(TRANSFORMED, ["vmap", "around"]))
 def test_transforms_are_one_graph(device: torch.device, name: str) -> None:
     assert_compiles(
         TRANSFORMED[name], lambda _: (torch.randn(3, device=device, dtype=F64),), exact=False
@@ -469,7 +469,9 @@ KNOWN_BUGS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", KNOWN_BUGS)
+@pytest.mark.parametrize(
+    "name", others_slow(KNOWN_BUGS, ["cdist", "a loss of exactly one element"])
+)
 def test_a_refusal_while_tracing_says_why(device: torch.device, name: str) -> None:
     """The error is torch's, and its text holds what gradkit says without torch.compile."""
     args = torch.randn(3, device=device), torch.randn(4, 3, device=device)
@@ -534,7 +536,7 @@ REFUSED_CALLS_OF_A_FUNCTION: dict[str, Callable[[Callable[[Tensor], Any], Tensor
 }
 
 
-@pytest.mark.parametrize("name", CALLS_OF_A_FUNCTION)
+@pytest.mark.parametrize("name", others_slow(CALLS_OF_A_FUNCTION, ["per_loss_grads"]))
 @pytest.mark.parametrize("fn", [of_argument, of_product])
 def test_a_function_s_backward_is_compiled(
     device: torch.device, fn: Callable[[Tensor], Any], name: str
@@ -544,8 +546,10 @@ def test_a_function_s_backward_is_compiled(
     torch.testing.assert_close(compiled(w), call(w))
 
 
-@pytest.mark.parametrize("name", REFUSED_CALLS_OF_A_FUNCTION)
-@pytest.mark.parametrize("fn", [of_argument, of_product])
+@pytest.mark.parametrize(
+    "name", others_slow(REFUSED_CALLS_OF_A_FUNCTION, ["per_sample_grads", "hvp"])
+)
+@pytest.mark.parametrize("fn", others_slow([of_argument, of_product], [of_product]))
 def test_a_function_whose_backward_torch_would_ignore_is_refused(
     device: torch.device, fn: Callable[[Tensor], Any], name: str
 ) -> None:
@@ -787,13 +791,14 @@ TABLE: dict[str, tuple[str, str, str, str, str]] = {
     "`tree.allclose`": (OK, OK, OK, NO, NO),
 }
 SLOW = ("inside", "trace_autograd_ops")  # seconds a cell: `make test-slow`
+QUICK = {"`value_and_grads`", "`per_loss_grads`", "`safe_retain` of modules", "`minimize_`"}
 CELLS = [
     pytest.param(
         row,
         column,
         cell,
         id=f"{row.replace('`', '')}-{column}",
-        marks=pytest.mark.slow if column in SLOW else (),
+        marks=pytest.mark.slow if column in SLOW or row not in QUICK else (),
     )
     for row, cells in TABLE.items()
     for column, cell in zip(COLUMNS, cells, strict=True)
@@ -849,7 +854,7 @@ WITH_ARITHMETIC = ("tree", "create_graph", "safe_retain")
 LEFT_ALONE = [row for row in TABLE if not any(word in row for word in WITH_ARITHMETIC)]
 
 
-@pytest.mark.parametrize("row", LEFT_ALONE)
+@pytest.mark.parametrize("row", others_slow(LEFT_ALONE, QUICK))
 def test_inside_nothing_of_gradkit_is_compiled(device: torch.device, row: str) -> None:
     code: set[str] = set()
 
