@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import pytest
 import torch
 from torch import Tensor
 from torch.func import grad, jvp
