@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
+from itertools import islice
 from pathlib import Path
 from types import CodeType
 from typing import Any, TypeVar, cast
@@ -88,9 +89,38 @@ def inlined_function() -> str:
     return message("fn", expected, got, "leave the call uncompiled: torch.compiler.disable(call)")
 
 
-# torch.compile runs these while it traces a call, and takes what they return for constants.
-for _run_in_trace in (functions_traced, inlined_function):
-    vars(_run_in_trace)["_dynamo_marked_constant"] = True
+def run_in_trace(function: F) -> F:
+    """Let torch.compile run a function while it traces a call, and take the result for constant."""
+    vars(function)["_dynamo_marked_constant"] = True
+    return function
+
+
+run_in_trace(functions_traced)
+run_in_trace(inlined_function)
+
+
+@run_in_trace
+def operations_traced() -> int:
+    """Return how many operations torch.compile has traced."""
+    return len(_traced_graph().nodes)
+
+
+def traced_since(count: int) -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any], Any]]:
+    """Yield the functions traced since, with their arguments and results as they are in a trace."""
+
+    def value(node: Any) -> Any:
+        return node.meta.get("example_value")
+
+    for node in islice(_traced_graph().nodes, count, None):
+        if node.op == "call_function":
+            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), value)
+            yield node.target, args, kwargs, value(node)
+
+
+def _traced_graph() -> Any:
+    from torch._dynamo.symbolic_convert import InstructionTranslator  # imported by now
+
+    return InstructionTranslator.current_tx().output.graph
 
 
 def _is_traced_in_gradkit(frame: Any) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gradkit._compat.dynamo import run_in_trace
 from gradkit._compat.transforms import (
     BATCH,
     DERIVATIVES,
@@ -44,7 +45,7 @@ def weight_norm(operation: Operation | None, v: Tensor, g: Tensor, dim: int = 0)
     # Of the norm of all, which -1 means there, torch has no jvp.
     norm: Tensor = exact.norm() if dim == -1 else torch.norm_except_dim(exact, 2, dim)
     result = (exact * (g / norm)).to(v.dtype)
-    return (result, norm.detach()) if "interface" in getattr(operation, "__name__", "") else result
+    return (result, norm.detach()) if "interface" in _name_of(operation) else result
 
 
 def prelu(operation: Operation, input: Tensor, weight: Tensor) -> Any:
@@ -72,7 +73,7 @@ def of_symmetric(operation: Operation, a: Tensor, *args: Any, **kwargs: Any) -> 
     finite = a.where(a.isfinite(), 0) / 2
     half = finite + finite.mH
     symmetric = a.detach() + (half - half.detach())
-    if "eigh" in operation.__name__:
+    if "eigh" in _name_of(operation):
         return _by_reverse(operation, symmetric, *args, **kwargs)
     return operation(symmetric, *args, **kwargs)
 
@@ -123,6 +124,11 @@ def distances(operation: Operation, *args: Any, **kwargs: Any) -> Tensor:
     return largest
 
 
+@run_in_trace  # torch.compile finds no text in the name of an operation
+def _name_of(operation: Operation | None) -> str:
+    return getattr(operation, "__name__", "")
+
+
 def norm(operation: Operation, *args: Any, **kwargs: Any) -> Tensor:
     """Return a norm; raise where it is zero: torch takes its second derivative there for zero."""
     # The second derivative of cos(norm(x)), which is smooth, is not zero there.
@@ -138,7 +144,7 @@ def norm(operation: Operation, *args: Any, **kwargs: Any) -> Tensor:
 def xlogy(operation: Operation, input: Any, other: Any, **kwargs: Any) -> Tensor:
     """Return what torch.xlogy and xlog1py do: zero for an input of zero, whatever the other is."""
     if isinstance(other, Tensor):
-        at = -1 if "log1p" in operation.__name__ else 0
+        at = -1 if "log1p" in _name_of(operation) else 0
         constant = input.detach() if isinstance(input, Tensor) else input
         is_lost = (other.detach() == at) & (constant == 0)
         other = other if _nowhere(is_lost) else torch.where(is_lost, 1, other)
@@ -234,7 +240,7 @@ def linspace(
     operation: Operation, start: Any, end: Any, steps: int, base: Any = None, **options: Any
 ) -> Tensor:
     """Return what torch.linspace and torch.logspace do: they drop the graph."""
-    if base is None and "logspace" in operation.__name__:
+    if base is None and "logspace" in _name_of(operation):
         base = 10.0
     ends = [x.detach() if isinstance(x, Tensor) else x for x in (start, end)]
     exact: Tensor = operation(*ends, steps, **options | ({} if base is None else {"base": base}))

@@ -13,10 +13,16 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, get_testing_overrides
 
 from gradkit._compat.autograd import with_function_modes, without_function_modes, written_arguments
-from gradkit._compat.dynamo import functions_traced, leave_uncompiled
+from gradkit._compat.dynamo import (
+    functions_traced,
+    leave_uncompiled,
+    operations_traced,
+    run_in_trace,
+    traced_since,
+)
 from gradkit._compat.nodes import output_shape, saved, saved_or
 from gradkit._compat.transforms import (
     BATCH,
@@ -83,6 +89,7 @@ def active_monitors() -> int:
     return getattr(_active, "count", 0)
 
 
+@run_in_trace  # a key in a dictionary would be a guard for each operation, of which some fail
 def name_of(func: Callable[..., Any]) -> str | None:
     """Return the name of an operation with a bug, however it is called."""
     name = _NAMES.get(func)
@@ -142,11 +149,13 @@ class OpMonitor(TorchFunctionMode):
         self._wrong_outside: list[str] = []
         self._tangents_from = 0  # the level of a jvp around the function; 0 for none
         self._level = 0  # that of the innermost transform around it
+        self._traced = -1  # how many operations torch.compile had traced before
 
     def noting(self) -> AbstractContextManager[object]:
         """Return what notes the operations of a block."""
         if torch.compiler.is_compiling():  # which would compile again for each count
             functions_traced()
+            self._traced = operations_traced()
             return self
         return self._counted()
 
@@ -189,6 +198,8 @@ class OpMonitor(TorchFunctionMode):
         """Run the operation, unless it has a known bug here."""
         # What torch.cond calls is traced: torch's compiler cannot look up all functions in a set.
         if self._watch is None or _is_compiling():
+            if func is Tensor.unflatten:  # it calls `super()`, which torch.compile cannot trace
+                return args[0].unflatten(*args[1:], **(kwargs or {}))
             return self._run(func, args, kwargs)
         if func in _ordinary and not (kwargs and _may_write(**kwargs)):
             if self._is_outermost or types:
@@ -324,6 +335,8 @@ class OpMonitor(TorchFunctionMode):
 
     def check(self) -> None:
         """Raise if a backward pass through the operations so far would be wrong."""
+        if self._traced >= 0 and (text := _wrong_unseen(self._traced)):
+            raise UnsupportedGraphError(text)
         stack = derivatives_around()
         if BATCH in stack and self._wrong_batched:
             _refuse(self._wrong_batched[0])
@@ -446,6 +459,30 @@ def _refuse_dropped(func: Callable[..., Any], given: Any, result: Any, written: 
     where, expected = f"torch.ops.{func}", "an operator whose derivative torch has"
     fix += "; or, if the result is meant as a constant, give the operator x.detach()"
     raise UnsupportedGraphError(message(where, expected, got, fix))
+
+
+@run_in_trace
+def _wrong_unseen(count: int) -> str | None:
+    """Return what an error says of an operation traced since of which no mode was told."""
+    # torch.compile tells a mode of no other functions than torch lists as overridable.
+    try:
+        for func, args, kwargs, result in traced_since(count):
+            if is_foreign(func):
+                _refuse_dropped(func, (args, kwargs), result, [])
+                continue
+            bug = table.EVERY.get(_NAMES.get(func, ""))
+            if bug is None or func in get_testing_overrides():
+                continue
+            call = table.OpCall(args, kwargs, False, derivatives_around(), ())
+            if any(map(varies, pytree.tensors((args, kwargs)))) and bug.wrong_now(call):
+                expected, name = "a function that torch.compile shows to a mode", func.__name__
+                got = f"{name}, of which {bug.what}"
+                fix = f"{bug.fix or f'the method x.{name}()'}; or leave the call uncompiled: "
+                fix += "torch.compiler.disable(call)"
+                raise UnsupportedGraphError(message(f"torch.{name}", expected, got, fix))
+    except UnsupportedGraphError as error:
+        return str(error)
+    return None
 
 
 def _value_in_place(name: str, call: table.OpCall) -> Tensor:

@@ -422,6 +422,7 @@ _every = [
     for row in ROWS
     for name in row.names.split()
 ]
+EVERY = {name: row for name, row in _every if row.stacks}
 EVERY_REFUSAL = {name: row for name, row in _every if row.fix}
 FORMULAS = {name: row.formula for name, row in _every if row.formula}
 # What this release gets wrong.

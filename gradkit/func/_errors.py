@@ -27,6 +27,10 @@ def named_errors(run: Callable[[], R], *, nested: bool = False) -> R:
     # All that are known; and all of torch's inside of another transform, or if `run` is `nested`
     # ones: in one level alone they are mostly mistakes of fn, and torch's text says which.
     if torch.compiler.is_compiling():
+        if torch.compiler.is_exporting():  # the program would return tensors of the trace
+            expected = "a call that runs, or that torch.compile traces"
+            fix = "export the model, and differentiate what the exported program returns"
+            raise UnsupportedGraphError(message("fn", expected, "torch.export", fix))
         return run()
     states = [] if rng.is_capturing() else rng.states()
     try:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -180,6 +180,16 @@ def test_the_graph_of_a_long_loop_is_freed(device: torch.device, loop: str, mome
     assert done.stdout.strip() == "alive", done.stderr[-500:]
 
 
+def are_freed(watched: Sequence[weakref.ref[Any]]) -> bool:
+    """Wait until all are: the thread of a device lets go of its last node a little later."""
+    for _ in range(1_000):
+        gc.collect()
+        if not any(each() is not None for each in watched):
+            return True
+        time.sleep(0.01)
+    return False
+
+
 def test_what_is_put_in_order_lives_no_longer(device: torch.device) -> None:
     """Nor is it kept by itself."""
     leaf = torch.ones(2, device=device, requires_grad=True)
@@ -191,12 +201,7 @@ def test_what_is_put_in_order_lives_no_longer(device: torch.device) -> None:
         Watched.alive[:-1] = Watched.alive[:1]  # the first and the last
     assert Watched.alive[0]() is not None
     del w, grads, _
-    for _ in range(1_000):  # the thread of a device lets go of its last node a little later
-        gc.collect()
-        if not any(each() is not None for each in Watched.alive):
-            break
-        time.sleep(0.01)
-    assert not any(each() is not None for each in Watched.alive)
+    assert are_freed(Watched.alive)
 
 
 def test_a_call_costs_no_more_after_a_long_history(device: torch.device) -> None:
@@ -242,8 +247,7 @@ def test_a_value_does_not_keep_what_is_below_another(device: torch.device) -> No
         loss = sines(kept * fresh, 100).sum()
         gradkit.value_and_grads(loss, [kept, fresh], create_graph=True)
         del factor, fresh, loss
-    gc.collect()
-    assert not any(each() is not None for each in saved)
+    assert are_freed(saved)
 
 
 def test_a_value_below_another_is_freed_with_it(device: torch.device) -> None:

@@ -642,7 +642,8 @@ class Listed(nn.Module):
 @pytest.mark.parametrize("of", ["values", "a list of values"])
 def test_parameters_in_a_list_are_not_those_of_the_call(device: torch.device, of: str) -> None:
     """Their gradients would be zeros, and the value that of the module's own."""
-    module, x = Listed(of=of).to(device), torch.randn(4, 3, device=device)
+    with device:  # `to` makes new parameters on some, and leaves those of the list
+        module, x = Listed(of=of), torch.randn(4, 3)
     call, params, buffers = make_functional(module)
 
     def loss(params: Any) -> Tensor:
@@ -664,7 +665,8 @@ def test_parameters_in_a_list_are_not_those_of_the_call(device: torch.device, of
 
 
 def test_shapes_of_parameters_in_a_list_are_read(device: torch.device) -> None:
-    module, x = Listed(of="shapes").to(device), torch.randn(4, 3, device=device)
+    with device:
+        module, x = Listed(of="shapes"), torch.randn(4, 3)
     call, params, buffers = make_functional(module)
     others = other_params(params)
     expected = torch.func.functional_call(module, others, (x,))

@@ -131,7 +131,6 @@ def second_of_weight_norm_in_func(device: torch.device) -> Case:
 
 
 def second_of_weight_norm_compiled(device: torch.device) -> Case:
-    """In the section of what gradkit does not see."""
     v = _direction(device)
 
     def nested(differentiate: Any, fn: Function) -> Function:
@@ -145,7 +144,14 @@ def second_of_weight_norm_compiled(device: torch.device) -> Case:
     def by_gradkit(fn: Function) -> Function:
         return lambda v: func.value_and_grads(fn)(v)[1]
 
-    return Case(compiled(grad), nested(grad, normalized_by_hand)(v), lambda: compiled(by_gradkit))
+    def ours() -> Tensor:
+        try:
+            return compiled(by_gradkit)
+        except torch._dynamo.exc.Unsupported as error:  # which has gradkit's text
+            raise gradkit.UnsupportedGraphError(str(error)) from error
+
+    theirs, right = compiled(grad), nested(grad, normalized_by_hand)(v)
+    return Case(theirs, right, ours, lambda: nested(by_gradkit, normalized)(v))
 
 
 def second_of_sparse_values(device: torch.device) -> Case:
@@ -345,6 +351,10 @@ ROWS = [
     Row(
         "`grad` of `grad` through `weight_norm`",
         *NORMALIZED, _NESTED, second_of_weight_norm_in_func,
+    ),
+    Row(
+        "`torch.compile` of `grad` of `grad` through `weight_norm`",
+        *NORMALIZED, _NESTED, second_of_weight_norm_compiled, REFUSED, "uncompiled",
     ),
     Row(
         "a second derivative by the values of a `sparse_coo_tensor`",

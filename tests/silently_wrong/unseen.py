@@ -20,7 +20,6 @@ from gradkit._compat.versions import release
 from tests.helpers import OnceCubed
 from tests.silently_wrong import special_points
 from tests.silently_wrong._row import Case, D, Row
-from tests.silently_wrong.operations import NORMALIZED, second_of_weight_norm_compiled
 from tests.silently_wrong.processes import factor_that_was_reduced, shown
 
 CHECKED = "`checked()`: right"
@@ -723,11 +722,6 @@ ROWS = [
         "`vjp(lambda x: w * x, x)[1](one)`, where `w` is 2, and `w.data.add_(1)` before the pull",
         [3.0], [2.0], "`w.add_(1)`: `UnsupportedGraphError`; `w.data.add_(1)`, `func.vjp`",
         captured_tensor_changed_behind_autograd, same=True,
-    ),
-    Row(
-        "`torch.compile` of `grad` of `grad` through `weight_norm`",
-        *NORMALIZED, "`func.value_and_grads`, nested: right; compiled",
-        second_of_weight_norm_compiled, same=True,
     ),
     Row(
         "`grad(3 * y, w)`, after `y.retain_grad()`: `y.grad`",
