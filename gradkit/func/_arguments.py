@@ -135,6 +135,8 @@ def read_arguments(
         expected = "'zeros' under torch.compile, which cannot tell what a loss reaches"
         raise OptionError(message("unused", expected, repr(unused), "unused='zeros'"))
     positions, single = _positions(argnums, len(args)), isinstance(argnums, int)
+    if is_traced:  # with dynamic=True, the given numbers are symbols
+        positions = tuple(i for position in positions for i in range(len(args)) if i == position)
     given = args[positions[0]] if single else {position: args[position] for position in positions}
     root = root or (f"args[{positions[0]}]" if single else "args")
     flat = params.read_params(

@@ -133,3 +133,22 @@ def test_the_model_is_exported_and_then_differentiated(device: torch.device) -> 
     program = torch.export.export(model, (x,)).module()
     _, grads = gradkit.value_and_grads(program(x).sum(), program)
     torch.testing.assert_close(grads["weight"], x[None])
+
+
+# --- dynamic=True, which makes symbols of Python's integers, too
+
+DYNAMIC: dict[str, Callable[..., Any]] = {
+    "argnums": func.value_and_grads(lambda x, y: (x * y).square().sum(), argnums=(1, 0)),
+    "the last": func.value_and_grads(lambda x, y: (x * y).square().sum(), argnums=-1),
+    "per_loss_grads": func.per_loss_grads(lambda x, y: x**2 * y, chunk_size=1),
+    "per_sample_grads": func.per_sample_grads(lambda x, y: (x * y).square().sum()),
+}
+
+
+@pytest.mark.parametrize("name", DYNAMIC)
+def test_dynamic_shapes(device: torch.device, name: str) -> None:
+    torch._dynamo.reset()
+    call = torch.compile(DYNAMIC[name], backend="eager", fullgraph=True, dynamic=True)
+    for size in (2, 3):
+        x = torch.arange(1.0, size + 1, dtype=D, device=device)
+        torch.testing.assert_close(call(x, x.cos()), DYNAMIC[name](x, x.cos()))
