@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from types import CodeType
 from typing import Any, TypeVar, cast
@@ -78,7 +79,29 @@ def functions_traced() -> int:
         return apply(self, tx, args, kwargs)
 
     AutogradFunctionVariable.call_apply = call_apply  # type: ignore[method-assign]
+    _leave_frames()
     return len(_traced)
+
+
+# The folders of what public calls call; nobody compiles it by itself.
+_ROOMS = tuple(
+    f"{_PACKAGE}{room}{os.sep}"
+    for room in ("_autograd", "_checks", "_core", "_state", "_torch_bugs", "func")
+)
+
+
+def _leave_frames() -> None:
+    """Let the functions inside of a call run as they are where its graph breaks in their midst."""
+    # Below a graph break, torch would compile them frame by frame, on tensors of a transform, of
+    # which it makes no fake ones. Those that it inlines, it traces all the same.
+    public = list(vars(sys.modules["gradkit.func"]).values())
+    for module in list(sys.modules.values()):
+        if (getattr(module, "__file__", None) or "").startswith(_ROOMS):
+            classes = [x for x in vars(module).values() if isinstance(x, type)]
+            for value in chain(*(vars(owner).values() for owner in (module, *classes))):
+                code = getattr(inspect.unwrap(value), "__code__", None)
+                if isinstance(code, CodeType) and not any(value is one for one in public):
+                    _dynamo.set_code_exec_strategy(code, _LEAVE)
 
 
 def inlined_function() -> str:
