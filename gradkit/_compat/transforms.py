@@ -136,6 +136,11 @@ def recording_levels(tensor: Tensor) -> set[int]:
     return {level_of(layer) if is_transform_tensor(layer) else 0 for layer in recorded}
 
 
+def is_batched(tensor: Tensor) -> bool:
+    """Return whether a vmap around this call has batched a tensor."""
+    return any(map(_functorch.is_batchedtensor, layers(tensor)))
+
+
 def carries_graph(tensor: Tensor) -> bool:
     """Return whether eager code, or a transform, records a graph of a tensor."""
     return tensor.requires_grad or bool(recording_levels(tensor))

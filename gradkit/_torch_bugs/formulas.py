@@ -115,13 +115,14 @@ def differences(x: Tensor, y: Tensor | None = None) -> Tensor:
 
 
 def distances(operation: Operation, *args: Any, **kwargs: Any) -> Tensor:
-    """Return what cdist and pdist do for p=inf, whose rules give each tie the whole gradient."""
+    """Return what cdist and pdist do, whose rules give each tie of p=inf the whole gradient."""
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     each = differences(*tensors)
     if not each.numel():
         return cast("Tensor", operation(*args, **kwargs))
-    largest: Tensor = torch.linalg.vector_norm(each, math.inf, -1)
-    return largest
+    order = kwargs.get("p", args[len(tensors)] if len(args) > len(tensors) else 2.0)
+    lengths: Tensor = torch.linalg.vector_norm(each, order, -1)
+    return lengths
 
 
 @run_in_trace  # torch.compile finds no text in the name of an operation

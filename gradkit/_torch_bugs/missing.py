@@ -74,6 +74,12 @@ def missing_derivative(error: BaseException) -> Reason | None:
     return _without_any(_ALIASES.get(name, name))
 
 
+def without_forward_mode(error: BaseException | None) -> str | None:
+    """Return the operator of which torch has a derivative in reverse mode alone, if it said so."""
+    found = _FORWARD.search(str(error))
+    return found[2] if found is not None and not found[1] else None
+
+
 def _without_any(name: str) -> Reason:
     operation, fix = _KNOWN.get(name, (f"torch.{name}", _OTHER))
     return _EXPECTED, f"{operation}, which has none, of any order", f"{fix}; or, {_CONSTANT}"

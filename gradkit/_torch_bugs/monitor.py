@@ -226,12 +226,15 @@ class OpMonitor(TorchFunctionMode):
                 return attention.by_formula(func, *self._current((args, kwargs or {})))
         elif name is not None:
             is_functional, given = func in _FUNCTIONAL, (args, kwargs or {})
-            if name in table.BY_FORMULA:
+            if constants:
+                given = pytree.map_tensors(self._constant, given)
+            elif name in table.BY_FORMULA:
                 given = self._current(given)
             call = table.OpCall(*given, is_functional, derivatives_around(), self._outer)
             bug = table.BY_FORMULA.get(name)
             if bug is None or (name in table.REFUSED and not bug.when(call, ())):
-                self._note(name, call)
+                if self._note(name, call):
+                    return table.FORMULAS[name](func, *call.args, **call.kwargs)
             elif not constants and self._needs_formula(name, call):
                 if not _is_in_place(func):
                     return table.FORMULAS[name](func, *call.args, **call.kwargs)
@@ -295,7 +298,8 @@ class OpMonitor(TorchFunctionMode):
         is_around = self._tangents_from <= level_of(tensor) <= self._level
         return tensor.detach() if is_around else tensor
 
-    def _note(self, name: str, call: table.OpCall) -> None:
+    def _note(self, name: str, call: table.OpCall) -> bool:
+        """Note a call of an operation, or refuse it; return whether its formula has to run."""
         bug = table.REFUSED[name]
         if name == "batch_norm" and self._per_sample and call.argument(5, "training"):
             expected = "a function of one sample at a time"
@@ -303,14 +307,18 @@ class OpMonitor(TorchFunctionMode):
             got += "has a separate gradient"
             fix = "module.eval(), or a GroupNorm in its place"
             raise UnsupportedGraphError(message("per_sample_grads", expected, got, fix))
-        if bug.wrong_now(call):
+        is_wrong, is_batched = bug.wrong_now(call), bug.wrong_in(table.BATCHED, call)
+        if bug.formula and not call.in_graph and (is_wrong or (is_batched and BATCH in call.stack)):
+            return True
+        if is_wrong:
             _refuse(name)
-        if bug.wrong_in(table.BATCHED, call):
+        if is_batched:
             self._wrong_batched.append(name)
         if bug.wrong_in(table.DERIVATIVE_OF_BATCHED, call):
             self._wrong_derivative.append(name)
         if bug.wrong_now(call.differentiated_by_eager_code()):
             self._wrong_outside.append(name)
+        return False
 
     def note_graph(self, below: Subgraph) -> None:
         """Note the operations in a graph as if they had been called here."""
@@ -331,7 +339,8 @@ class OpMonitor(TorchFunctionMode):
                 name = "instance_norm" if output_shape(node, 0)[0] == 1 else name
                 training = saved_or(True, node, "training")  # cuDNN's is that of training alone
                 arguments |= {"training": training, "use_input_stats": training}
-            self._note(name, table.OpCall((), arguments, False, derivatives_around(), self._outer))
+            stack = derivatives_around()
+            self._note(name, table.OpCall((), arguments, False, stack, self._outer, in_graph=True))
 
     def check(self) -> None:
         """Raise if a backward pass through the operations so far would be wrong."""

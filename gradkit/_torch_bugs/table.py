@@ -47,6 +47,7 @@ class OpCall:
     functional: bool  # of torch.nn.functional, whose arguments have another order
     stack: Stack  # the transforms around it
     outer: Stack  # those of them around the monitor
+    in_graph: bool = False  # a node tells of it, not its arguments
 
     def argument(self, position: int, name: str) -> Any:
         """Return an argument, None if it was left out."""
@@ -55,6 +56,20 @@ class OpCall:
     def differentiated_by_eager_code(self) -> OpCall:
         """Return the call as it is if eager code differentiates what the transforms give."""
         return replace(self, stack=(EAGER, *self.stack), outer=(EAGER, *self.outer))
+
+    def is_seen_by(self, stack: Stack) -> bool:
+        """Return whether an argument is batched, or has a derivative, as transforms ask for."""
+        if self.in_graph or torch.compiler.is_compiling():  # which cannot tell
+            return True
+        tensors = pytree.tensors((self.args, self.kwargs))
+        if transforms.DERIVATIVES.isdisjoint(stack):
+            return any(map(transforms.is_batched, tensors))
+        if torch.is_grad_enabled():
+            return any(map(transforms.varies, tensors))
+        # The innermost transform records nothing under no_grad; those around it do.
+        here = {len(transforms.transforms())}
+        levels = (transforms.recording_levels(x) - here for x in tensors)
+        return any(levels) or any(map(transforms.carries_tangent, tensors))
 
 
 # Of a node, whether its pass has a graph, and whether torch then decomposes matrices: what an error
@@ -100,14 +115,14 @@ class Defect:
         # What is around the monitored function may run a batched backward pass through it.
         is_batched = not transforms.DERIVATIVES.isdisjoint(call.outer)
         return any(
-            self.when(call, stack)
-            and (_holds(call.stack, stack) or (stack == BATCHED and is_batched))
+            (_holds(call.stack, stack) or (stack == BATCHED and is_batched))
+            and self.wrong_in(stack, call)
             for stack in self.stacks
         )
 
     def wrong_in(self, stack: Stack, call: OpCall) -> bool:
         """Return whether the call is wrong in some transforms, one of `stacks`."""
-        return stack in self.stacks and self.when(call, stack)
+        return stack in self.stacks and self.when(call, stack) and call.is_seen_by(stack)
 
 
 def _holds(stack: Stack, part: Stack) -> bool:
@@ -133,14 +148,6 @@ _WORDS = {
 
 
 # --- which calls
-
-
-def _may_vary(call: OpCall, _: Stack) -> bool:
-    """Return whether an operation is given what has a graph, or a tangent."""
-    if torch.compiler.is_compiling():  # which cannot tell
-        return True
-    tensors = pytree.tensors((call.args, call.kwargs)) if torch.is_grad_enabled() else []
-    return any(map(transforms.varies, tensors))
 
 
 def _of_norm(call: OpCall, stack: Stack, *, position: int = 1, functional: int = 3) -> bool:
@@ -264,14 +271,12 @@ _SOLVED = f"{_OVER_JVP}; or torch.linalg.inv(a) @ b"
 _DENSE = "make it dense: torch.zeros(size).index_put(tuple(indices), values, accumulate=True)"
 _OF_DET = "192540 192521 196696 104675 80761"
 _TIES = "a largest distance of several coordinates, each of which torch gives the whole gradient"
-_dropped = partial(Defect, when=_may_vary, also=_FIRST, drops=True)
+_dropped = partial(Defect, also=_FIRST, drops=True)
 # What torch's tracker has of them: https://github.com/pytorch/pytorch/issues/198017.
 ROWS = (
-    Defect("as_strided_scatter", fix="index_put, or torch.where",
-           when=lambda call, _: len(call.stack) > 1 or any(
-               call.argument(*argument).requires_grad for argument in ((0, "input"), (1, "src")))),
+    Defect("as_strided_scatter", fix="index_put, or torch.where"),
     Defect("cdist", fix="(a[..., :, None, :] - b[..., None, :, :]).norm(dim=-1)",
-           nodes={"CdistBackward0": {}}),
+           formula=formulas.distances, nodes={"CdistBackward0": {}}),
     Defect("cdist", formula=formulas.distances, also=_FIRST, aliases="_cdist_forward",
            when=lambda call, _: call.argument(2, "p") == math.inf,
            values={"CdistBackward0": _where(_TIES, _has_ties)}),
@@ -291,14 +296,13 @@ ROWS = (
     Defect("select_scatter", nodes={"SelectScatterBackward0": {}},
            fix="torch.where, or index_put; or take the gradient inside the vmap"),
     Defect("sparse_coo_tensor", fix=_DENSE,  # whose values are differentiated
-           when=lambda call, _: isinstance(values := call.argument(1, "values"), Tensor) and (
-               values.requires_grad or "Jvp" in call.stack)),
+           when=lambda call, _: isinstance(call.argument(1, "values"), Tensor)),
 
     # --- matrices
     Defect("det", issues=_OF_DET, nodes={"LinalgDetBackward0": {}},  # if only the graph tells of it
            when=lambda call, _: not (call.args or call.kwargs),
            fix=f"{_OVER_JVP}; a third derivative by gradkit.value_and_grads, eagerly"),
-    Defect("det", issues=_OF_DET, formula=formulas.det, when=_may_vary, also=_FIRST,
+    Defect("det", issues=_OF_DET, formula=formulas.det, also=_FIRST,
            values={"LinalgDetBackward0": _det}),
     Defect("slogdet", fix=_OVER_JVP, issues="192540 196697", nodes={"LinalgSlogdetBackward0": {}}),
     Defect("logdet", fix=_OVER_JVP, issues="192540"),
@@ -332,8 +336,8 @@ ROWS = (
            aliases="_weight_norm_interface"),
 
     # --- products and sums
-    Defect("prod", formula=formulas.prod, when=_may_vary),
-    Defect("cumprod", issues="196701", formula=formulas.cumprod, when=_may_vary,
+    Defect("prod", formula=formulas.prod),
+    Defect("cumprod", issues="196701", formula=formulas.cumprod,
            aliases="cumprod_"),
     Defect("vander", issues="196701", formula=formulas.vander, also=_FIRST),
     Defect("scatter_reduce", fix=_FORWARD, issues="196702", when=_reduces_wrongly,
@@ -349,12 +353,12 @@ ROWS = (
 
     # --- element by element
     Defect("sinc", issues="196703 89459", formula=partial(formulas.near_zero, None),
-           when=_may_vary, also=_FIRST, aliases="sinc_", values={"SincBackward0": _where(
+           also=_FIRST, aliases="sinc_", values={"SincBackward0": _where(
                "sinc near zero, whose second derivative torch gets silently wrong",
                _is_near_zero, second=True)}),
-    Defect("i0", formula=partial(formulas.near_zero, 0), when=_may_vary, also=_FIRST,
+    Defect("i0", formula=partial(formulas.near_zero, 0), also=_FIRST,
            aliases="i0_"),
-    Defect("i1", formula=partial(formulas.near_zero, 1), when=_may_vary, also=_FIRST,
+    Defect("i1", formula=partial(formulas.near_zero, 1), also=_FIRST,
            values={"SpecialI1Backward0": _where(
                "i1 near zero, whose second derivative torch gets silently wrong",
                _is_near_zero, second=True)}),

@@ -19,13 +19,14 @@ from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
 from gradkit._core.call import Losses, check_function, check_option
 from gradkit._core.leaf_arithmetic import same_values
-from gradkit._core.ownership import leave_inference_mode
+from gradkit._core.ownership import leave_inference_mode, overlaps_itself
 from gradkit._core.params import Grads, Tensors
 from gradkit._core.pytree import PyTree
 from gradkit._core.results_without_graph import with_refused_derivatives
 from gradkit._core.user_code import hooks_made, user_code_may_run
 from gradkit._state.module_state import alone, state_now
 from gradkit._state.snapshot import put_back
+from gradkit._torch_bugs.missing import without_forward_mode
 from gradkit._torch_bugs.monitor import OpMonitor
 from gradkit.errors import describe, message, warn_fallback
 from gradkit.func import _level as levels
@@ -314,7 +315,7 @@ def hvp(
             for a tensor in several places. A None in it is zero.
         mode: `"forward-over-reverse"`, a forward pass through the gradient, takes the least time
             and memory; `"reverse-over-reverse"` is for what has no forward-mode derivative, and
-            taken, with a `GradkitWarning`, where torch's formula for that fails, as of `mse_loss`.
+            taken, with a `GradkitWarning`, where torch has none, or its formula fails, as of `mse_loss`.
         create_graph: As in `value_and_grads`, for a third derivative.
 
     Returns:
@@ -345,7 +346,9 @@ def hvp(
 
     cut, enabled = levels.cut_of(create_graph)
     with put_back(fn), alone(), leave_inference_mode(record=True), enabled, INSIDE:
-        point, along = tuple(cut(arguments.variables)), tuple(cut(directions))
+        # An expanded tensor can have no tangent of its own.
+        given = (cut(arguments.variables), cut(directions))
+        point, along = (tuple(x.clone() if overlaps_itself(x) else x for x in xs) for xs in given)
         grads, products, losses = _grads_and_products(grads_at, point, along, mode)
     if cut is not list:
         grads, products, losses = cut(grads), cut(products), []
@@ -365,14 +368,18 @@ def _grads_and_products(
             return cast("tuple[Any, Any, Any]", named_errors(forward, nested=True))
         except errors.UnsupportedGraphError as error:
             # Some formulas of torch, that of mse_loss for one, write on the tangent of a constant.
-            if ZERO_TENSOR not in str(error):
+            operator = without_forward_mode(error.__cause__)
+            if ZERO_TENSOR not in str(error) and operator is None:
                 raise
+        reason = f"({ZERO_TENSOR}), as it does for mse_loss"
+        if operator is not None:
+            reason = f"on {operator}, of which it has no derivative"
         state = state_now()
         if state is not None:
             state.put_back()
         warn_fallback(
             "hvp fell back from forward-over-reverse to reverse-over-reverse, and called fn again: "
-            f"torch's forward mode failed ({ZERO_TENSOR}), as it does for mse_loss. "
+            f"torch's forward mode failed {reason}. "
             'mode="reverse-over-reverse" saves the first call.'
         )
 

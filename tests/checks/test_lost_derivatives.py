@@ -67,12 +67,12 @@ def test_ties_are_refused_where_the_graph_is_looked_at(device: torch.device, nam
     assert grads[0].tolist() == [[0, 1, 0]]
 
 
-def test_another_norm_in_a_batch_is_refused_as_before(device: torch.device) -> None:
+@pytest.mark.parametrize("p", [0.5, 1.0, 1.5, 2.0, 3.0])
+def test_another_norm_in_a_batch_runs_by_its_formula(device: torch.device, p: float) -> None:
     x = random(2, 3).to(device)
-    with pytest.raises(gradkit.UnsupportedGraphError, match="cdist: a batched backward pass"):
-        torch.vmap(lambda x: func.value_and_grads(lambda x: torch.cdist(x, x + 1).sum())(x)[1])(
-            x[None]
-        )
+    slope = func.value_and_grads(lambda x: torch.cdist(x, x.sin() + 1, p=p).square().sum())
+    got = torch.vmap(lambda x: slope(x)[1])(torch.stack([x, 2 * x]))
+    torch.testing.assert_close(got, torch.stack([slope(x)[1], slope(2 * x)[1]]))
 
 
 # --- logarithms of zero

@@ -588,3 +588,73 @@ def test_linearize_of_a_jvp_is_right_or_refused(
     except Exception:  # gradkit's error, or torch's own
         return
     assert close(got, right, 1e-3)
+
+
+# --- operations of constants, which have no derivative that could be wrong
+
+
+def factor(device: torch.device) -> Tensor:
+    a = torch.rand(3, 3, dtype=D, device=device)
+    return torch.linalg.cholesky(a @ a.mT + torch.eye(3, dtype=D, device=device))
+
+
+OF_CONSTANTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "cdist": lambda a: torch.cdist(a, a + 1),
+    "cholesky_inverse": torch.cholesky_inverse,
+    "sparse_coo_tensor": lambda a: (
+        torch.sparse_coo_tensor(torch.tensor([[0, 1], [1, 2]], device=a.device), a[0, :2], (3, 3)) @ a
+    ),
+    "as_strided_scatter": lambda a: torch.as_strided_scatter(a, a[0], (3,), (1,), 1),
+    "index_fill": lambda a: a.index_fill(0, torch.tensor([1], device=a.device), a[0, 0]),
+    "roll": lambda a: torch.roll(a.sum(), 1),
+    "masked_select": lambda a: torch.masked_select(a, torch.tensor([True, False, True], device=a.device)),
+    "lu_solve": lambda a: torch.linalg.lu_solve(*torch.linalg.lu_factor(a), a),
+    "triangular_solve": lambda a: torch.triangular_solve(a, a)[0],
+    "slogdet": lambda a: torch.slogdet(a)[1],
+    "scatter_reduce": lambda a: torch.scatter_reduce(
+        a, 0, torch.zeros_like(a, dtype=torch.long), a, "prod"
+    ),
+    "eigvals": lambda a: torch.linalg.eigvals(a @ a.mT).real,
+    "layer_norm": lambda a: functional.layer_norm(a, (3,), a[0]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("where", ["outside", "under no_grad"])
+@pytest.mark.parametrize("name", OF_CONSTANTS)
+def test_an_operation_of_constants_is_right(device: torch.device, name: str, where: str) -> None:
+    operation, a = OF_CONSTANTS[name], factor(device)
+    value = operation(a).sum()
+    w = torch.tensor([1.0, -2.0], dtype=D, device=device)
+
+    def constant(w: Tensor) -> Tensor:
+        if where == "outside":
+            return operation(a).sum()
+        with torch.no_grad():
+            return operation(a + 0 * w.sum()).sum()
+
+    def loss(w: Tensor) -> Tensor:
+        return (w.sum() * constant(w)) ** 2
+
+    slope = 2 * value**2 * w.sum() * torch.ones_like(w)
+    along = torch.tensor([3.0, 1.0], dtype=D, device=device)
+    for mode in ("forward-over-reverse", "reverse-over-reverse"):
+        got, product = func.hvp(loss, w, along, mode=mode)
+        torch.testing.assert_close(got, slope)
+        torch.testing.assert_close(product, 2 * value**2 * along.sum() * torch.ones_like(w))
+    torch.testing.assert_close(func.jvp(loss, w, along)[1], slope @ along)
+    inside = func.value_and_grads(lambda w: func.value_and_grads(loss)(w)[1] @ along)(w)[1]
+    torch.testing.assert_close(inside, product)
+    if where == "outside":
+        samples = func.per_sample_grads(lambda w, s: loss(w) * s)(w, a[0])
+        torch.testing.assert_close(samples, a[0][:, None] * slope)
+
+
+def test_a_jvp_inside_of_no_grad_is_none_of_a_constant(device: torch.device) -> None:
+    a = factor(device)
+
+    def loss(w: Tensor) -> Tensor:
+        with torch.no_grad():
+            return jvp(torch.cholesky_inverse, (a,), (a * w,))[1].sum() * w
+
+    with pytest.raises(gradkit.UnsupportedGraphError, match="cholesky_inverse"):
+        func.jvp(loss, a[0, 0], a[1, 1])

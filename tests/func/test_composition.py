@@ -250,7 +250,7 @@ def test_a_jacobian_inside_is_refused_where_it_would_be_wrong(device: torch.devi
 
 
 def test_wrong_batching_rules_are_avoided(device: torch.device) -> None:
-    """cdist and roll: pass by pass, with a warning; under a vmap they are refused [G1]."""
+    """cdist and roll: pass by pass, with a warning; under a vmap by formula, or refused [G1]."""
     x, other = torch.randn(4, 3, device=device), torch.randn(5, 3, device=device)
     losses = {
         "cdist": lambda x: torch.cdist(x, other).sum(1),
@@ -262,8 +262,14 @@ def test_wrong_batching_rules_are_avoided(device: torch.device) -> None:
             got = func.per_loss_grads(fn, chunk_size=3)(x)
         torch.testing.assert_close(got, expected)
         torch.testing.assert_close(func.per_loss_grads(fn)(x), expected)
-        with pytest.raises(gradkit.UnsupportedGraphError, match=name):
-            vmap(lambda x, fn=fn: func.value_and_grads(lambda x: fn(x).sum())(x))(x[None])
+    by_sample = {
+        name: func.per_sample_grads(lambda x, s, fn=fn: fn(x).sum() * s)
+        for name, fn in losses.items()
+    }
+    (row,) = by_sample["cdist"](x, torch.ones(1, device=device))
+    torch.testing.assert_close(row, grad(lambda x: losses["cdist"](x).sum())(x))
+    with pytest.raises(gradkit.UnsupportedGraphError, match="roll"):
+        by_sample["roll"](x, torch.ones(1, device=device))
     with pytest.raises(gradkit.UnsupportedGraphError, match="cdist"):
         func.value_and_grads(lambda x: jacrev(losses["cdist"])(x).sum())(x)
     right = func.per_loss_grads(lambda x: torch.roll(x, 2, 0).sum(1), chunk_size=3)(x)

@@ -85,6 +85,41 @@ def test_a_loss_of_torch_whose_forward_mode_fails(
     torch.testing.assert_close(tuple(products.values()), theirs, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("operation", [torch.special.gammainc, torch.special.gammaincc])
+def test_an_operation_without_forward_mode(device: torch.device, operation: Any) -> None:
+    x = torch.tensor([0.5, 2.0], dtype=torch.float64, device=device)
+    order, v = torch.tensor(3.0, dtype=torch.float64, device=device), torch.ones_like(x)
+
+    def loss(x: Tensor) -> Tensor:
+        return operation(order, x).sum()
+
+    with pytest.warns(gradkit.GradkitWarning, match="forward mode failed on igamma"):
+        got = func.hvp(loss, x, v)
+    sign = 1 if operation is torch.special.gammainc else -1
+    right = [sign * y * torch.exp(-x) / 2 for y in (x**2, 2 * x - x**2)]
+    torch.testing.assert_close(list(got), right)
+    # By the order, torch has none of any mode.
+    with (
+        pytest.warns(gradkit.GradkitWarning, match="forward mode failed"),
+        pytest.raises(gradkit.UnsupportedGraphError, match="by a, which has none"),
+    ):
+        func.hvp(lambda a: operation(a, x).sum(), v, v)
+
+
+@both_modes
+@pytest.mark.parametrize("compiled", [False, True])
+def test_expanded_tensors(device: torch.device, mode: Any, compiled: bool) -> None:
+    """torch's forward mode writes on a tangent of the layout of the point."""
+    x = torch.tensor([[1.0, 2.0, 3.0]], device=device).expand(2, 3)
+    v = torch.tensor([2.0, -1.0], device=device)[:, None].expand(2, 3)
+
+    def call(x: Tensor, v: Tensor) -> Any:
+        return func.hvp(lambda x: x.sin().sum(), x, v, mode=mode)
+
+    run = torch.compile(call, backend="eager", fullgraph=True) if compiled else call
+    torch.testing.assert_close(run(x, v), (x.cos(), -x.sin() * v))
+
+
 @both_modes
 def test_a_product_is_that_of_the_dense_hessian(device: torch.device, mode: Any) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 2)).double()
