@@ -119,9 +119,10 @@ def may_be_wrong(kinds: Iterable[type]) -> bool:
 
 
 def refuse_wrong_derivative(
-    where: Callable[[], str], variables: Sequence[Tensor], below: Subgraph
+    where: Callable[[], str], variables: Sequence[Tensor], below: Subgraph, *, linear: bool = False
 ) -> None:
     """Raise if a pass executes a node whose derivative torch gets wrong, drops, or lacks."""
+    # With `linear`, only that by the cotangents is taken.
     once = set(filter(_is_once_differentiable, user_functions(below.kinds)))
     if not once and not may_be_wrong(below.kinds):
         return
@@ -139,7 +140,7 @@ def refuse_wrong_derivative(
     for name, kind in sorted(nodes.items()):
         if kind in once:
             raise UnsupportedGraphError(undifferentiable_message(where(), kind))
-        reason = _reason(name)
+        reason = None if linear and WRONG_ORDER.get(name) == "3" else _reason(name)
         if reason is not None and not (name == COMPILED and user_functions([kind])):
             raise UnsupportedGraphError(message(where(), *reason))
 
@@ -287,8 +288,7 @@ class _Probe:
                 )
             return None
         leaves = [leaf for _, leaf in copies if leaf is not None]
-        for leaf in leaves:
-            leaf.requires_grad_(False)  # no later pass accumulates there
+        transforms.set_requires_grad(leaves, False)  # no later pass accumulates there
         if current_pass() in self._written:  # the gradients may be what it keeps itself
             self._written.discard(current_pass())
             return tuple(

@@ -229,6 +229,13 @@ def data_of(tensor: Tensor) -> Tensor:
     return data
 
 
+def is_zero(tensor: Tensor) -> bool:
+    """Return whether every entry of a tensor, in all of a batch, is known to be zero."""
+    with no_transforms(), INSIDE:
+        data = data_of(tensor)
+        return not data.is_meta and not data.detach().count_nonzero()
+
+
 @contextmanager
 def no_transforms() -> Iterator[None]:
     """Run the block outside of all transforms."""
@@ -327,7 +334,7 @@ def clone_with_node(tensor: Tensor) -> Tensor:
         return _functorch._add_batch_dim(inner, dim, level)
     if not tensor.requires_grad:
         tensor = tensor.view_as(tensor)  # not detached: a transform around may differentiate it
-        _require_grad([tensor])
+        set_requires_grad([tensor])
     return tensor.clone()
 
 
@@ -338,7 +345,7 @@ def detached_leaf(tensor: Tensor) -> Tensor:
         inner = detached_leaf(_functorch.get_unwrapped(tensor))
         return _functorch._add_batch_dim(inner, dim, level)
     leaf = tensor.detach()
-    _require_grad([leaf])
+    set_requires_grad([leaf])
     return leaf
 
 
@@ -357,7 +364,7 @@ def run_in_level(
     with disable_saved_tensors_hooks(_NO_HOOKS), undone(leave), torch.enable_grad(), INSIDE:
         level = _functorch._grad_increment_nesting()
         variables = [_functorch._wrap_for_grad(x, level) for x in point]
-        _require_grad(variables)
+        set_requires_grad(variables)
         unwrap = _functorch._unwrap_for_grad
         return [
             [None if x is None else unwrap(x, level) for x in tensors]
@@ -365,12 +372,13 @@ def run_in_level(
         ]
 
 
-def _require_grad(tensors: Iterable[Tensor]) -> None:
+def set_requires_grad(tensors: Iterable[Tensor], to: bool = True) -> None:
+    """Do what `requires_grad_` does, which torch refuses inside of transforms."""
     allowed = _functorch.get_inplace_requires_grad_allowed()
     with undone(partial(_functorch.set_inplace_requires_grad_allowed, allowed)):
         _functorch.set_inplace_requires_grad_allowed(True)
         for tensor in tensors:
-            tensor.requires_grad_()
+            tensor.requires_grad_(to)
 
 
 def compiled_autograd_disabled() -> AbstractContextManager[Any]:

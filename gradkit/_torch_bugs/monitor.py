@@ -44,12 +44,15 @@ from gradkit._compat.transforms import (
     set_compiles_scripted,
     tangent_version,
     transforms,
+    unbatched,
     varies,
     without_innermost_tangent,
 )
 from gradkit._compat.undoing import INSIDE, undone
 from gradkit._core import pytree
 from gradkit._core.graph import Subgraph, recorded_outside
+from gradkit._core.results_without_graph import with_zero_derivatives
+from gradkit._core.user_code import functions_alive, hooks_registered, user_functions
 from gradkit._state.copy_on_write import CopyOnWrite, is_in_place
 from gradkit._torch_bugs import attention, table
 from gradkit.errors import UnsupportedGraphError, message
@@ -254,7 +257,14 @@ class OpMonitor(TorchFunctionMode):
             result = func(*args, **kwargs) if kwargs else func(*args)
         if watched:
             _refuse_dropped(func, (args, kwargs), result, written)
-        return result
+        if name != _BACKWARD_PASS or not (kwargs or {}).get("create_graph") or _is_compiling():
+            return result
+        # The gradient of a linear function has no graph, as one that the user's code has cut.
+        roots = [x for x in map(unbatched, pytree.tensors(args[0])) if x.requires_grad]
+        may_be_cut = functions_alive().users and user_functions(Subgraph(roots).kinds)
+        if may_be_cut or hooks_registered() or FORWARD in transforms():
+            return result
+        return tuple(with_zero_derivatives(result, pytree.tensors(args)))
 
     def _needs_formula(self, name: str, call: table.OpCall) -> bool:
         """Return whether a derivative of an operation would be wrong without its formula."""

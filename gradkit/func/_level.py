@@ -138,13 +138,20 @@ class LevelPasses:
 
     def _check_derivative(self, below: Subgraph, variables: Tensors) -> bool:
         """Return whether a pass may record its graph; a derivative to come may be refused."""
-        is_eager = any(0 in recording_levels(root) for root in below.roots)
-        if not (is_eager or self.in_transform or self.option):
-            return True  # only weights are recorded, in which the gradients are linear
-        keep = self.allows(
-            lambda: refuse_wrong_derivative(lambda: "the loss", variables, below),
-            may_differentiate=self.in_transform,
+        around = set().union(*map(recording_levels, below.roots))
+        is_eager = 0 in around
+        # Gradients are linear in weights, and in the cotangents of a vjp, whose level has ended.
+        is_seen = self.in_transform and (
+            self.level != -1
+            or max(around, default=0) > 0
+            or any(map(torch_func.carries_tangent, below.roots))
         )
+        linear = not (is_eager or is_seen or self.option)
+        check = partial(refuse_wrong_derivative, lambda: "the loss", variables, below)
+        if is_eager and self.in_transform and not (is_seen or self.option):
+            self.allows(check)  # eager code alone may take the derivative by the variables
+            linear = True
+        keep = self.allows(partial(check, linear=linear), may_differentiate=self.in_transform)
         if keep and is_eager and not active_monitors():  # one around a call sees all that is in it
             self.allows(lambda: self.monitor.check_derivative(below))
         return keep
@@ -157,7 +164,8 @@ class LevelPasses:
             if may_differentiate or self.option:
                 raise
             self.refused = str(error)
-        return self.refused is None
+            return False
+        return True
 
     def batched_grads(self, output: Tensor, seeds: Tensor, variables: Tensors) -> Grads:
         """Return stacked gradients for a batch of cotangents, from one vmapped pass."""

@@ -14,7 +14,7 @@ from gradkit import errors
 from gradkit._checks.hooks_in_passes import passes_changed
 from gradkit._checks.modified_tensors import refuse_written_since, saved_versions
 from gradkit._compat.dynamo import functions_traced, inlined_function
-from gradkit._compat.transforms import carries_graph, differentiated, level_of, transforms
+from gradkit._compat.transforms import carries_graph, differentiated, is_zero, level_of, transforms
 from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
 from gradkit._core.call import Losses, check_function, check_option
@@ -84,9 +84,12 @@ def _vjp(
     monitor: OpMonitor,
     has_aux: bool = False,
     create_graph: bool | None = None,
+    *,
+    is_linear: bool = False,
+    reasons: list[str] | None = None,
 ) -> Any:
     cut, enabled = levels.cut_of(create_graph)
-    run = _FunctionRun(fn, arguments, has_aux, monitor, transposed=True)
+    run = _FunctionRun(fn, arguments, has_aux, monitor, transposed=True, is_linear=is_linear)
     with leave_inference_mode(record=True), enabled, INSIDE:
         point = cut(arguments.variables)
         results: Any = named_errors(lambda: torch.func.vjp(run, *point, has_aux=True))
@@ -107,6 +110,9 @@ def _vjp(
             pulled = partial(run.pulled, torch_pull, seeds, create_graph)
             grads, refused = named_errors(pulled)
         grads = levels.cast_to(arguments.dtypes, grads)
+        if refused and reasons is not None and transforms():  # one differentiates by cotangents
+            reasons.append(refused)
+            refused = None
         trees: tuple[PyTree, ...] = arguments.grads_to_tree(grads, losses=values, refused=refused)
         return trees
 
@@ -268,7 +274,8 @@ def _linear_maps(
     fn: Callable[..., Any], arguments: Arguments
 ) -> tuple[PyTree, Callable[..., Any], Callable[[Tensors], PyTree]]:
     """Return a function's outputs, and products with its transposed Jacobian and with itself."""
-    outputs, pull = _vjp(fn, _read_primals(arguments.args), OpMonitor(more=1))
+    reasons: list[str] = []  # why a derivative by the primals would be wrong
+    outputs, pull = _vjp(fn, _read_primals(arguments.args), OpMonitor(more=1), reasons=reasons)
 
     def grads_of_variables(cotangents: PyTree) -> Tensors:
         # Once each: what `pull` gives for all places of a tied tensor would be added up.
@@ -278,12 +285,16 @@ def _linear_maps(
     # A pullback is linear in the cotangents; its own pullback is the product with the Jacobian.
     with leave_inference_mode(record=True):
         ones = pytree.map_tensors(torch.ones_like, outputs)
-    _, multiply = _vjp(grads_of_variables, _read_primals((ones,)), OpMonitor())
+    _, multiply = _vjp(grads_of_variables, _read_primals((ones,)), OpMonitor(), is_linear=True)
     versions = write_counts(arguments.variables)
 
     def push(directions: Tensors) -> PyTree:
         _refuse_changed(arguments, arguments.variables, versions)
-        return multiply(directions)[0]
+        products = multiply(directions)[0]
+        if not reasons:
+            return products
+        leaves, close = pytree.partition_tensors(products)
+        return close(with_refused_derivatives(leaves, arguments.variables, reasons[0]))
 
     return outputs, pull, push
 
@@ -315,7 +326,7 @@ def hvp(
             for a tensor in several places. A None in it is zero.
         mode: `"forward-over-reverse"`, a forward pass through the gradient, takes the least time
             and memory; `"reverse-over-reverse"` is for what has no forward-mode derivative, and
-            taken, with a `GradkitWarning`, where torch has none, or its formula fails, as of `mse_loss`.
+            taken, with a `GradkitWarning`, where torch says so, or fails, as of `mse_loss`.
         create_graph: As in `value_and_grads`, for a third derivative.
 
     Returns:
@@ -405,6 +416,7 @@ class _FunctionRun:
     has_aux: bool
     monitor: OpMonitor
     transposed: bool  # the pass that follows is a backward pass
+    is_linear: bool = False  # an output that does not depend on the variables is zero
     variables: Tensors = field(init=False)
     has_user_code: bool = field(init=False)  # hooks; while torch.compile traces, a Function
     outputs: Losses = field(init=False)
@@ -424,7 +436,10 @@ class _FunctionRun:
         self.outputs, aux = levels.read_returned(returned, has_aux=self.has_aux, scalar=False)
         self.variables = list(tensors)
         if self.transposed and not is_traced:
-            self.passes(None, level_of(tensors[0])).refuse_unreached(self.outputs)
+            passes = self.passes(None, level_of(tensors[0]))
+            constants = [x for x in self.outputs.leaves if not passes.depends(x)]
+            if not self.is_linear or not all(map(is_zero, constants)):
+                passes.refuse_unreached(self.outputs)
         tensors_of_aux, self.put_aux_back = levels.partition_aux(aux)
         return tuple(self.outputs.leaves), tensors_of_aux
 

@@ -602,12 +602,12 @@ OF_CONSTANTS: dict[str, Callable[[Tensor], Tensor]] = {
     "cdist": lambda a: torch.cdist(a, a + 1),
     "cholesky_inverse": torch.cholesky_inverse,
     "sparse_coo_tensor": lambda a: (
-        torch.sparse_coo_tensor(torch.tensor([[0, 1], [1, 2]], device=a.device), a[0, :2], (3, 3)) @ a
+        torch.sparse_coo_tensor(torch.eye(2, device=a.device).long(), a[0, :2], (3, 3)) @ a
     ),
     "as_strided_scatter": lambda a: torch.as_strided_scatter(a, a[0], (3,), (1,), 1),
     "index_fill": lambda a: a.index_fill(0, torch.tensor([1], device=a.device), a[0, 0]),
     "roll": lambda a: torch.roll(a.sum(), 1),
-    "masked_select": lambda a: torch.masked_select(a, torch.tensor([True, False, True], device=a.device)),
+    "masked_select": lambda a: torch.masked_select(a, a[0] > a[0, 1]),
     "lu_solve": lambda a: torch.linalg.lu_solve(*torch.linalg.lu_factor(a), a),
     "triangular_solve": lambda a: torch.triangular_solve(a, a)[0],
     "slogdet": lambda a: torch.slogdet(a)[1],

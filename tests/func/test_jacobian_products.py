@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.func import hessian, jacrev, vmap
+from torch.func import grad, hessian, jacrev, jvp, vmap
 from torch.nn import functional
 
 import gradkit
@@ -235,6 +235,91 @@ def test_one_variable_in_two_places_has_one_direction(device: torch.device, froz
     torch.testing.assert_close(product["a"], expected)
     torch.testing.assert_close(product["b"], expected * (not frozen))
     assert product["n"] is None
+
+
+NORMS = {"layer_norm": nn.LayerNorm, "batch_norm": nn.BatchNorm1d}
+
+
+@pytest.mark.parametrize("is_leaf", [False, True])
+@pytest.mark.parametrize("norm", NORMS)
+def test_linearize_of_a_gradient_through_a_norm(
+    device: torch.device, norm: str, is_leaf: bool
+) -> None:
+    """The third derivative that torch gets wrong is by the primals, and not by cotangents."""
+    net = nn.Sequential(nn.Linear(4, 6), NORMS[norm](6), nn.Tanh(), nn.Linear(6, 1))
+    net.to(device, torch.float64)
+    call, params, buffers = func.make_functional(net)
+    x = torch.randn(8, 4, dtype=torch.float64, device=device)
+
+    def loss(p: Any) -> Tensor:
+        return call(p, buffers, x)[0].square().mean()
+
+    point = {name: p.detach().requires_grad_(is_leaf) for name, p in params.items()}
+    along = gradkit.tree.randn_like(point)
+    _, right = func.hvp(loss, point, along, create_graph=False)
+    for slope in (grad(loss), lambda p: func.value_and_grads(loss)(p)[1]):
+        _, push = func.linearize(slope, point)
+        product = push(along)
+        torch.testing.assert_close(product, right)
+        batch = vmap(push)({name: torch.stack([v, 2 * v]) for name, v in along.items()})
+        torch.testing.assert_close(batch["0.bias"][1], 2 * right["0.bias"])
+        if is_leaf:
+            refused = pytest.raises(gradkit.UnsupportedGraphError, match="whose third torch")
+            with refused:
+                gradkit.value_and_grads(product["0.bias"].sum(), point)
+    with pytest.raises(gradkit.UnsupportedGraphError, match=norm):
+        func.value_and_grads(lambda p: func.linearize(slope, p)[1](along)["0.bias"].sum())(point)
+
+
+LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
+    "gradkit": lambda w: func.value_and_grads(lambda w: w @ w.new_tensor([1.0, 2.0]))(w)[1],
+    "torch": grad(lambda w: w @ w.new_tensor([1.0, 2.0])),
+    "of one part": lambda w: func.value_and_grads(lambda w: w[0] ** 2 + w[1])(w)[1],
+}
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_a_derivative_that_is_constant(device: torch.device, name: str) -> None:
+    slope, w = LINEAR[name], torch.tensor([3.0, 4.0], device=device)
+    v = torch.tensor([2.0, 1.0], device=device)
+    right = jvp(slope, (w,), (v,))[1]
+    torch.testing.assert_close(func.linearize(slope, w)[1](v), right)
+    torch.testing.assert_close(func.jvp(slope, w, v)[1], right)
+    torch.testing.assert_close(func.vjp(slope, w)[1](v)[0], right)
+    torch.testing.assert_close(func.per_loss_grads(slope)(w) @ v, right)
+    # The product of a linear function is a constant, too.
+    for outer in (grad, lambda fn: lambda w: func.value_and_grads(fn)(w)[1]):
+        around = outer(lambda w: (func.linearize(lambda w: 2 * w, w)[1](v) * w.detach() + w).sum())
+        assert torch.equal(around(w), torch.ones_like(w))
+
+
+def test_a_gradient_that_was_cut_is_no_constant(device: torch.device) -> None:
+    w = torch.tensor([3.0, 4.0], device=device)
+
+    def cut(w: Tensor) -> Tensor:
+        return func.value_and_grads(lambda w: (w**2).sum())(w)[1].detach()
+
+    for call in (func.linearize, func.vjp, lambda fn, w: func.per_loss_grads(fn)(w)):
+        with pytest.raises(gradkit.DetachedLossError):
+            call(cut, w)
+
+    class Cut(torch.autograd.Function):
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return 2 * x
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            pass
+
+        @staticmethod
+        def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+            return 2 * cotangent.detach()
+
+    with pytest.raises(gradkit.UnsupportedGraphError, match="Cut"):
+        func.linearize(Cut.apply, w)
+    with pytest.raises(gradkit.DetachedLossError):
+        func.vjp(grad(lambda w: Cut.apply(w).sum()), w)
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
