@@ -22,7 +22,7 @@ from gradkit._compat.nodes import (
     names_of_nodes,
     packed_tensors,
 )
-from gradkit._compat.transforms import data_of
+from gradkit._compat.transforms import data_of, is_of_ended_transform
 from gradkit._core import user_code
 from gradkit._core.call import Call
 from gradkit._core.graph import KEEP_HISTORY, Subgraph, edge, leaf_tensors, nodes_of_types
@@ -247,10 +247,14 @@ class _WriteCounter:
 
     def most_writes(self, variable: Tensor) -> float:
         """Return the largest version of the variable's gradient that needs no writer."""
-        here = edge(variable)
+        if variable.is_leaf and is_of_ended_transform(variable):  # torch gives no edge of it
+            own = (node for node in self._users if getattr(node, "variable", None) is variable)
+            here = next(own), 0
+        else:
+            here = edge(variable)[:2]
         most = 0
-        seen = {here.node}
-        stack = [(here[:2], self._users.get(here.node, {}).get(here.output_nr, []))]
+        seen = {here[0]}
+        stack = [(here, self._users.get(here[0], {}).get(here[1], []))]
         while stack:
             output, users = stack.pop()
             # Each part of a sum but the first may be added in place.
