@@ -79,6 +79,9 @@ class _Engine(threading.local):
 
     depth = 0
     own: frozenset[int] = frozenset()  # the ids of their variables that are leaves
+    # In the second run of a checkpointed function: how many transforms were around it when it
+    # began, and the derivatives around the first run, which are those that are taken.
+    second_run: tuple[int, tuple[str, ...]] | None = None
 
     def __init__(self) -> None:
         self.made: dict[int, Tensor] = {}  # leaves that the innermost function has made, by id
@@ -92,7 +95,20 @@ def derivatives_around() -> tuple[str, ...]:
     """Return the transforms that are active, with a Grad for each function of eager code."""
     # Those are the outermost ones: inside of a transform, a function gets a level of torch.func.
     stack = transforms()
-    return ("Grad",) * engine_calls.depth + stack if engine_calls.depth else stack
+    stack = ("Grad",) * engine_calls.depth + stack if engine_calls.depth else stack
+    if engine_calls.second_run is None:
+        return stack
+    count, first = engine_calls.second_run
+    return first + stack[count:]
+
+
+@contextmanager
+def as_in_first_run(first: tuple[str, ...]) -> Iterator[None]:
+    """Let the derivatives around a block be those that were around the first run of a function."""
+    # The level that a second run is differentiated in stands for the one around the first.
+    with undone(partial(setattr, engine_calls, "second_run", engine_calls.second_run)):
+        engine_calls.second_run = engine_calls.depth + len(transforms()), first
+        yield
 
 
 def is_plain() -> bool:

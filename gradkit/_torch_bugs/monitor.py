@@ -29,6 +29,7 @@ from gradkit._compat.transforms import (
     DERIVATIVES,
     FORWARD,
     apply_function,
+    as_in_first_run,
     autograd_grad,
     carries_graph,
     carries_tangent,
@@ -138,10 +139,10 @@ class OpMonitor(TorchFunctionMode):
         self, *, per_sample: bool = False, writes: CopyOnWrite | None = None, more: int = 0
     ) -> None:
         super().__init__()
-        self._more = more  # derivatives that gradkit takes of the first
+        self.more = more  # derivatives that gradkit takes of the first
         self._per_sample = per_sample  # fn is for one sample: train-mode batch norm raises
         self._writes = writes  # what fn writes on tensors from outside is written on copies
-        self._outer = derivatives_around()
+        self.outer = derivatives_around()
         self.is_nested = bool(transforms())
         self._watch: BeforeOperation | None = None  # in a function of eager code
         self._is_outermost = True  # no monitors alone are around it
@@ -225,7 +226,7 @@ class OpMonitor(TorchFunctionMode):
         elif name == _FUNCTION:
             args = _with_differentiated_jvp(args), *args[1:]
         elif name == _ATTENTION:
-            if not constants and attention.lacks_derivative(self._more):
+            if not constants and attention.lacks_derivative(self.more):
                 return attention.by_formula(func, *self._current((args, kwargs or {})))
         elif name is not None:
             is_functional, given = func in _FUNCTIONAL, (args, kwargs or {})
@@ -233,7 +234,7 @@ class OpMonitor(TorchFunctionMode):
                 given = pytree.map_tensors(self._constant, given)
             elif name in table.BY_FORMULA:
                 given = self._current(given)
-            call = table.OpCall(*given, is_functional, derivatives_around(), self._outer)
+            call = table.OpCall(*given, is_functional, derivatives_around(), self.outer)
             bug = table.BY_FORMULA.get(name)
             if bug is None or (name in table.REFUSED and not bug.when(call, ())):
                 if self._note(name, call):
@@ -317,12 +318,11 @@ class OpMonitor(TorchFunctionMode):
             got += "has a separate gradient"
             fix = "module.eval(), or a GroupNorm in its place"
             raise UnsupportedGraphError(message("per_sample_grads", expected, got, fix))
-        is_wrong, is_batched = bug.wrong_now(call), bug.wrong_in(table.BATCHED, call)
-        if bug.formula and not call.in_graph and (is_wrong or (is_batched and BATCH in call.stack)):
-            return True
-        if is_wrong:
+        if bug.wrong_now(call):
+            if bug.formula and not call.in_graph:
+                return True
             _refuse(name)
-        if is_batched:
+        if bug.wrong_in(table.BATCHED, call):
             self._wrong_batched.append(name)
         if bug.wrong_in(table.DERIVATIVE_OF_BATCHED, call):
             self._wrong_derivative.append(name)
@@ -350,7 +350,7 @@ class OpMonitor(TorchFunctionMode):
                 training = saved_or(True, node, "training")  # cuDNN's is that of training alone
                 arguments |= {"training": training, "use_input_stats": training}
             stack = derivatives_around()
-            self._note(name, table.OpCall((), arguments, False, stack, self._outer, in_graph=True))
+            self._note(name, table.OpCall((), arguments, False, stack, self.outer, in_graph=True))
 
     def check(self) -> None:
         """Raise if a backward pass through the operations so far would be wrong."""
@@ -375,33 +375,36 @@ class OpMonitor(TorchFunctionMode):
         if not torch.compiler.is_compiling():  # which shows no graph
             self.note_graph(Subgraph([loss]))
         wrong = list(self._wrong_batched)
-        if not DERIVATIVES.isdisjoint(self._outer):
+        if not DERIVATIVES.isdisjoint(self.outer):
             wrong += self._wrong_derivative
         if wrong:
             return f"torch gets it silently wrong for {', '.join(dict.fromkeys(wrong))}"
         got = "in a vmap around the call it would be a batch of batches, for which some rules of "
-        return f"{got}torch are silently wrong" if BATCH in self._outer else None
+        return f"{got}torch are silently wrong" if BATCH in self.outer else None
 
 
 class ForwardMonitor(TorchFunctionMode):
     """Gives operations whose first derivative torch gets wrong, or drops, a formula, or refuses."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: tuple[int, table.Stack] | None = None) -> None:
         super().__init__()
+        self._alone = first is not None  # what `monitor_around` a first run had; none sees this one
+        self.more, self.outer = first or (0, ())  # as in `OpMonitor`
         self._blocks = 1  # that have not ended; torch.compile cannot trace a property here
 
     @leave_uncompiled
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation; inside a call of gradkit.func, its own monitor sees to that."""
-        is_watched = self._blocks and torch.is_grad_enabled() and not active_monitors()
+        is_watched = self._blocks and torch.is_grad_enabled()
+        is_watched = is_watched and (self._alone or not active_monitors())
         name = name_of(func) if is_watched else None
         if name == _FUNCTION:
             args = _with_differentiated_jvp(args), *args[1:]
         elif name == _ATTENTION:
-            if attention.lacks_derivative():
+            if attention.lacks_derivative(self.more):
                 return attention.by_formula(func, args, kwargs or {})
         elif name is not None and name != _BACKWARD_PASS:
-            return _run_in_eager_code(name, func, args, kwargs or {})
+            return _run_in_eager_code(name, func, args, kwargs or {}, self.outer)
         is_watched = is_watched and is_foreign(func) and not torch.compiler.is_compiling()
         written = _graphs_written_on(func, args, kwargs or {}) if is_watched else []
         result = func(*args, **kwargs) if kwargs else func(*args)
@@ -410,15 +413,35 @@ class ForwardMonitor(TorchFunctionMode):
         return result
 
 
-def _run_in_eager_code(name: str, func: Any, args: Any, kwargs: Any) -> Any:
+def monitor_around() -> tuple[int, table.Stack] | None:
+    """Return `more` and `outer` of the monitors that see operations here, if there are any."""
+    monitors = [x for x in function_modes() if isinstance(x, (OpMonitor, ForwardMonitor))]
+    return (max(one.more for one in monitors), monitors[-1].outer) if monitors else None
+
+
+@contextmanager
+def watched_again(first: table.Stack, monitor: tuple[int, table.Stack] | None) -> Iterator[None]:
+    """Watch the operations of a second run as those of the first, with these around, were."""
+    before = active_monitors()
+    with undone(partial(setattr, _active, "count", before)), as_in_first_run(first):
+        # A monitor does not see what the rule of a Function that it runs calls.
+        is_seen = monitor is None or any(isinstance(x, OpMonitor) for x in function_modes())
+        _active.count = before + (monitor is not None)
+        with INSIDE if is_seen else ForwardMonitor(monitor):
+            yield
+
+
+def _run_in_eager_code(name: str, func: Any, args: Any, kwargs: Any, outer: table.Stack) -> Any:
     """Run an operation, by its formula where a first derivative of it would be wrong."""
     if any(map(carries_graph, pytree.tensors((args, kwargs)))) or differentiated():
-        stack = transforms()
+        stack = derivatives_around()
         if DERIVATIVES.isdisjoint(stack):
             stack = (table.EAGER, *stack)
-        call = table.OpCall(args, kwargs, func in _FUNCTIONAL, stack, ())
-        if (table.BY_FORMULA.get(name) or table.REFUSED[name]).wrong_now(call):
-            if name not in table.BY_FORMULA:
+        call = table.OpCall(args, kwargs, func in _FUNCTIONAL, stack, outer)
+        bugs = table.BY_FORMULA.get(name), table.REFUSED.get(name)
+        bug = next((bug for bug in bugs if bug is not None and bug.wrong_now(call)), None)
+        if bug is not None:
+            if bug.formula is None:
                 _refuse(name)
             if _is_in_place(func):
                 return args[0].copy_(_value_in_place(name, call))

@@ -114,6 +114,7 @@ class Defect:
             return False  # torch raises
         # What is around the monitored function may run a batched backward pass through it.
         is_batched = not transforms.DERIVATIVES.isdisjoint(call.outer)
+        is_batched |= self.formula is not None and transforms.BATCH in call.stack
         return any(
             (_holds(call.stack, stack) or (stack == BATCHED and is_batched))
             and self.wrong_in(stack, call)

@@ -30,6 +30,7 @@ from gradkit._core.graph import Subgraph, edge
 from gradkit._core.known_results import Result, Rule, merged
 from gradkit._core.params import Grads, Tensors, refuse_distributed
 from gradkit._core.pytree import PyTree, Structure
+from gradkit._core.results_without_graph import with_refused_derivatives
 from gradkit._core.user_code import captured_by
 from gradkit._state.copy_on_write import CopyOnWrite, CopyOnWriteMode
 from gradkit._state.module_state import (
@@ -41,7 +42,7 @@ from gradkit._state.module_state import (
 )
 from gradkit._state.rerun import RerunState, recording_writes
 from gradkit._state.stale_reads import stale_reads_refused
-from gradkit._torch_bugs.monitor import ForwardMonitor, OpMonitor
+from gradkit._torch_bugs.monitor import monitor_around, watched_again
 from gradkit.errors import UnsupportedGraphError, describe, message
 from gradkit.func._errors import named_errors
 
@@ -151,10 +152,16 @@ class Recomputation:
             variables = list(compress(inputs, needed))
             with self.second_run(inputs) as outputs, INSIDE:
                 below = Subgraph(outputs, stop={edge(x).node for x in variables})
-                if create:
-                    refuse_wrong_derivative(lambda: self.name, variables, below)
+                refused = ""
+                try:
+                    if create:
+                        refuse_wrong_derivative(lambda: self.name, variables, below)
+                except UnsupportedGraphError as error:
+                    create, refused = False, str(error)
                 one = InnerPass(self.name, "its input {}".format, variables, below, cotangents)
                 grads = one.grads(outputs, create_graph=create)
+            if refused:  # who takes this derivative gets the error
+                grads = [*with_refused_derivatives(grads, sources, refused)]
         return merged([None] * len(needed), needed, grads)
 
     def _tangents(self, tensors: Sequence[Tensor], tangents: Sequence[Any]) -> Sequence[Any]:
@@ -193,8 +200,8 @@ class _Rerun:
         is_input = levels.is_transform_tensor
         pairs = [(x, now) for x, now in pairs if now is not x or varies(now) or is_input(now)]
         self._captured, self._values = [x for x, _ in pairs], [now for _, now in pairs]
-        monitors = (OpMonitor, ForwardMonitor)
-        self._monitored = any(isinstance(mode, monitors) for mode in levels.function_modes())
+        self._derivatives = levels.derivatives_around()
+        self._monitor = monitor_around()
         self._snapshots = list(map(ModuleSnapshot, modules))
         state.before |= {id(one.module): one for one in self._snapshots}
         self._cells = _contents(_cells(fn, {}).values())
@@ -315,8 +322,7 @@ class _Rerun:
             for snapshot in self._snapshots:
                 snapshot.restore()
             stack.enter_context(self._substituted(tensors))
-            if self._monitored:
-                stack.enter_context(ForwardMonitor())
+            stack.enter_context(watched_again(self._derivatives, self._monitor))
             if transforms():  # which let nothing write on what was made outside of them
                 reachable = _reachable(self._roots, self._modules).values()
                 memory = set(map(levels.memory_of, reachable))

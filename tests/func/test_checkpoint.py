@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
 import gradkit
@@ -399,3 +400,70 @@ def test_buffers_are_put_back_if_the_function_raises(
     with pytest.raises(error):
         func.checkpoint(fn)(torch.randn(4, 3, device=device, requires_grad=True))
     assert all(torch.equal(buffer, before[name]) for name, buffer in norm.named_buffers())
+
+
+# --- what gradkit refuses, or runs by a formula, is as without the checkpoint
+
+
+def wrapped_twice(module: nn.Module, wrap: Wrap) -> Callable[[Tensor], Tensor]:
+    return wrap(lambda x: wrap(module)(x).tanh())
+
+
+BLOCKS: dict[str, Callable[[Tensor, Wrap], Tensor]] = {
+    "attention": lambda x, wrap: wrap(functional.scaled_dot_product_attention)(x, x.sin(), x),
+    "a layer of a transformer": lambda x, wrap: wrap(
+        nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True).to(x)
+    )(x),
+    "LSTM": lambda x, wrap: wrap(nn.LSTM(4, 3).to(x))(x)[0],
+    "GRU": lambda x, wrap: wrap(nn.GRU(4, 3).to(x))(x)[0],
+    "RNN": lambda x, wrap: wrap(nn.RNN(4, 3).to(x))(x)[0],
+    "layer_norm": lambda x, wrap: wrap(lambda x: functional.layer_norm(x, (4,), x[0, 0]))(x),
+    "batch_norm": lambda x, wrap: wrap(
+        lambda x: functional.batch_norm(x, None, None, x[0, :, 0], training=True)
+    )(x),
+    "norm": lambda x, wrap: wrap(lambda x: torch.linalg.vector_norm(x, dim=-1))(x),
+    "cdist": lambda x, wrap: wrap(lambda x: torch.cdist(x, x.sin() + 1))(x),
+    "a checkpoint": lambda x, wrap: wrapped_twice(nn.Linear(4, 4).to(x), wrap)(x),
+    "a gradient": lambda x, wrap: wrap(
+        lambda x: func.value_and_grads(lambda x: functional.layer_norm(x, (4,)).sin().sum())(x)[1]
+    )(x),
+}
+SECOND: dict[str, Callable[[Loss, Tensor, Tensor], Any]] = {
+    "jvp": lambda fn, x, v: func.jvp(fn, x, v)[1],
+    "linearize": lambda fn, x, v: func.linearize(fn, x)[1](v),
+    "value_and_grads": lambda fn, x, v: func.value_and_grads(fn)(x)[1],
+    "hvp": lambda fn, x, v: func.hvp(fn, x, v)[1],
+    "hvp by reverse": lambda fn, x, v: func.hvp(fn, x, v, mode="reverse-over-reverse")[1],
+    "nested": lambda fn, x, v: func.value_and_grads(
+        lambda x: (func.value_and_grads(fn)(x)[1] * v).sum()
+    )(x)[1],
+    "samples": lambda fn, x, v: func.per_sample_grads(lambda x, s: fn(x) * s)(x, v[0, 0]),
+    "linearize of the gradient": lambda fn, x, v: func.linearize(
+        lambda x: func.value_and_grads(fn)(x)[1], x
+    )[1](v),
+    "hvp, differentiated": lambda fn, x, v: func.value_and_grads(
+        lambda x: (func.hvp(fn, x, v)[1] ** 2).sum()
+    )(x)[1],
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*fell back")
+@pytest.mark.parametrize("call", SECOND)
+@pytest.mark.parametrize("name", BLOCKS)
+def test_refuses_nothing_that_the_function_allows(
+    device: torch.device, name: str, call: str
+) -> None:
+    x, v = torch.randn(2, 2, 3, 4, dtype=D, device=device)
+
+    def run(wrap: Wrap) -> Any:
+        torch.manual_seed(0)
+        module = BLOCKS[name]
+        return SECOND[call](lambda x: module(x, wrap).sin().sum(), x, v)
+
+    try:
+        right = run(plain)
+    except UnsupportedGraphError:
+        with pytest.raises(UnsupportedGraphError):
+            run(checkpoint)
+    else:
+        torch.testing.assert_close(run(checkpoint), right, rtol=1e-8, atol=1e-8)
