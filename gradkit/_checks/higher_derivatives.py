@@ -241,6 +241,7 @@ class _Probe:
         self._copies: dict[int, list[_Copy]] = {}  # by the number of the pass
         self._inputs: list[Tensor] | None = None  # what the Function was computed from
         self._may_be_inputs = False  # what it keeps, and not of its forward pass
+        self._keeps_results = False
         self._written: set[int] = set()  # the passes in which it wrote on what it keeps
 
     def before(self, cotangents: Cotangents) -> Cotangents | None:
@@ -251,7 +252,8 @@ class _Probe:
         kept = kept_tensors(self._node)
         inputs = sum(child is None for child, _ in self._node.next_functions)  # without a graph
         self._may_be_inputs = bool(kept) and len(kept) <= inputs
-        if len(kept) > inputs:
+        self._keeps_results = len(kept) > inputs
+        if self._keeps_results:
             modes = cast("dict[int, _KeptConstants]", metadata(self._node)[_MODES])
             note = partial(self._written.add, current_pass())
             modes[current_pass()] = _KeptConstants(kept, self._attach, note)
@@ -279,7 +281,11 @@ class _Probe:
             return None
         oldest = min(sequence_number(node) for node, _ in copies)
         present = [transforms.unbatched(grad) for grad in grads if grad is not None]
-        if self._new_nodes(present, oldest).isdisjoint(node for node, _ in copies):
+        own = {node for node, _ in copies}
+        # Numbers of nodes compare within a thread: one of backward's own starts at zero. There, the
+        # mode does not see what is computed with kept tensors.
+        numbers = (oldest,) if self._keeps_results else (oldest, 0)
+        if all(own.isdisjoint(self._new_nodes(present, number)) for number in numbers):
             # A transform around may have recorded one: then it is not lost.
             around = ([*transforms.layers(grad)][1:] for grad in present)
             if any(not any(layer.requires_grad for layer in outer) for outer in around):
@@ -310,6 +316,8 @@ class _Probe:
     def _new_nodes(self, grads: list[Tensor], oldest: int) -> set[Node]:
         """Return the nodes of gradients that are as new as the cotangents'."""
         roots = [grad for grad in grads if grad.requires_grad]
+        if self._keeps_results:
+            roots = [x for x in roots if x.grad_fn is None or sequence_number(x.grad_fn) >= oldest]
         return nodes_below(roots, self._graph.nodes, oldest)
 
     def _is_constant(self, grad: Tensor, oldest: int) -> bool:

@@ -191,7 +191,9 @@ def _mark(
             made = edge(before).node
             oldest = 0 if is_leaf_node(made) else sequence_number(made)
             roots = [after] if after.requires_grad else []
-            if made not in nodes_below(roots, executed - {made}, oldest):
+            # Numbers of nodes compare within a thread; a hook may have one of its own.
+            stop = executed - {made}
+            if all(made not in nodes_below(roots, stop, number) for number in (oldest, 0)):
                 raise UnsupportedGraphError(message(where(), *_CUT))
         if node is not None and not transforms():  # in whose passes hooks run once
             metadata(node)[_HOOKED] = mark

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -301,3 +302,61 @@ def test_functions_of_torch_that_are_once_differentiable(device: torch.device, m
 
     with pytest.raises(gradkit.UnsupportedGraphError, match="_Dirichlet, a Function"):
         twice()
+
+
+def in_a_thread(function: Backward) -> Backward:
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        with ThreadPoolExecutor(1) as pool:
+            return 1 * pool.submit(function, ctx, grad).result()
+
+    return backward
+
+
+@pytest.mark.parametrize(
+    "call", [by_value_and_grads, by_rows, by_unroll, by_implicit, by_func_twice, by_hvp]
+)
+def test_a_backward_that_works_in_another_thread(
+    device: torch.device, call: Callable[[Apply, Tensor], Tensor]
+) -> None:
+    w = torch.tensor([0.5, 2.0], dtype=torch.float64, device=device)
+    [(w.clone().requires_grad_() * 2).sum() for _ in range(100)]  # a thread numbers its own nodes
+    if call is by_hvp:  # a level of torch.func is one of its thread
+        with pytest.raises(gradkit.UnsupportedGraphError):
+            call(loss_of(cube(in_a_thread(right))), w)
+    else:
+        torch.testing.assert_close(call(loss_of(cube(in_a_thread(right))), w), 6 * w + 2)
+    with pytest.raises(gradkit.UnsupportedGraphError, match=REFUSED):
+        call(loss_of(cube(in_a_thread(without_grad))), w)
+
+
+def test_what_a_thread_computes_of_kept_results_is_refused(device: torch.device) -> None:
+    class Kept(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x, x**2)
+            return x**3
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return in_a_thread(lambda ctx, grad: 3 * grad * ctx.saved_tensors[1])(ctx, grad)
+
+    x = torch.tensor([1.0, 2.0], device=device, requires_grad=True)
+    [(x * 2).sum() for _ in range(100)]
+    with pytest.raises(gradkit.UnsupportedGraphError, match="Kept"):
+        gradkit.value_and_grads(Kept.apply(x).sum(), x, create_graph=True)
+
+
+def test_a_hook_that_works_in_another_thread(device: torch.device) -> None:
+    x = torch.tensor([1.0, 2.0], device=device, requires_grad=True)
+    y = x**2
+    [(x * 2).sum() for _ in range(100)]
+
+    def double(grad: Tensor) -> Tensor:
+        with ThreadPoolExecutor(1) as pool:
+            return 1 * pool.submit(lambda: grad * 2).result()
+
+    handle = y.register_hook(double)
+    _, grad = gradkit.value_and_grads((y**2).sum() + x.sum(), x, create_graph=True)
+    handle.remove()
+    _, second = gradkit.value_and_grads(grad.sum(), x)
+    torch.testing.assert_close(second, 24 * x.detach() ** 2)
