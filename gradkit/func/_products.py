@@ -373,6 +373,7 @@ def _grads_and_products(
     grads_at: Callable[..., Any], point: tuple[Tensor, ...], along: tuple[Tensor, ...], mode: Mode
 ) -> tuple[Any, Any, Tensors]:
     """Return the gradients at a point, their derivative along a direction, and the losses."""
+    failed = ""  # what forward mode has failed on
     if mode == "forward-over-reverse":
         forward: Any = partial(torch.func.jvp, grads_at, point, along, has_aux=True)
         try:
@@ -382,17 +383,12 @@ def _grads_and_products(
             operator = without_forward_mode(error.__cause__)
             if ZERO_TENSOR not in str(error) and operator is None:
                 raise
-        reason = f"({ZERO_TENSOR}), as it does for mse_loss"
-        if operator is not None:
-            reason = f"on {operator}, of which it has no derivative"
+            failed = f"({ZERO_TENSOR}), as it does for mse_loss"
+            if operator is not None:
+                failed = f"on {operator}, of which it has no derivative"
         state = state_now()
         if state is not None:
             state.put_back()
-        warn_fallback(
-            "hvp fell back from forward-over-reverse to reverse-over-reverse, and called fn again: "
-            f"torch's forward mode failed {reason}. "
-            'mode="reverse-over-reverse" saves the first call.'
-        )
 
     def reverse() -> tuple[Any, Any, Tensors]:
         before = passes_changed()
@@ -404,7 +400,14 @@ def _grads_and_products(
         _, push = torch.func.vjp(lambda *x: pull(x), *map(torch.zeros_like, along))  # type: ignore[misc]
         return grads, push(along), losses
 
-    return named_errors(reverse, nested=True)
+    results = named_errors(reverse, nested=True)
+    if failed:
+        warn_fallback(
+            "hvp fell back from forward-over-reverse to reverse-over-reverse, and called fn again: "
+            f"torch's forward mode failed {failed}. "
+            'mode="reverse-over-reverse" saves the first call.'
+        )
+    return results
 
 
 @dataclass

@@ -99,10 +99,7 @@ def test_an_operation_without_forward_mode(device: torch.device, operation: Any)
     right = [sign * y * torch.exp(-x) / 2 for y in (x**2, 2 * x - x**2)]
     torch.testing.assert_close(list(got), right)
     # By the order, torch has none of any mode.
-    with (
-        pytest.warns(gradkit.GradkitWarning, match="forward mode failed"),
-        pytest.raises(gradkit.UnsupportedGraphError, match="by a, which has none"),
-    ):
+    with pytest.raises(gradkit.UnsupportedGraphError, match="by a, which has none"):
         func.hvp(lambda a: operation(a, x).sum(), v, v)
 
 
