@@ -163,6 +163,25 @@ def changed_argument(frame: Frame) -> str | None:
     return None
 
 
+def recomputed_tensors(node: Node) -> list[tuple[Frame, Any, Any]]:
+    """Return what checkpoints recompute of a node's tensors in this pass, and where it stands."""
+    found = []
+    for name, packed in packed_tensors(node):
+        frame = frame_of(packed.unpack_hook)
+        if frame is not None:
+            found.append((frame, packed.data, getattr(node, f"_saved_{name}")))
+    return found
+
+
+def offer_again(tensors: Iterable[tuple[Frame, Any, Any]]) -> None:
+    """Let tensors be read once more: torch gives out each that is recomputed once in a pass."""
+    group = torch.utils.checkpoint.GraphExecGroup._get_current_group()
+    number = torch._C._current_graph_task_id() if group is None else group
+    for frame, holder, tensor in tensors:
+        holder.handles[number] = handle = torch.utils.checkpoint._Handle()
+        frame.recomputed[number][handle] = tensor
+
+
 def is_last_saved(frame: Frame, packed: object) -> bool:
     """Return whether a recomputation ends as soon as it comes to a tensor."""
     holders = frame.weak_holders

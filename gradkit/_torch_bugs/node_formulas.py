@@ -14,6 +14,7 @@ from torch.func import vjp
 from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
+from gradkit._compat.checkpoints import offer_again, recomputed_tensors
 from gradkit._compat.nodes import saved, saved_ints, saved_or
 from gradkit._compat.transforms import transforms
 from gradkit._compat.undoing import INSIDE, undone
@@ -69,27 +70,49 @@ def differentiated_by_formula(below: Subgraph) -> Iterator[None]:
     handles: list[RemovableHandle] = []
     with undone(partial(remove_hooks, handles)):
         for node in filter(has_formula, below.nodes if holds_formulas(below) else ()):
-            handles += register_own_hooks(partial(node.register_hook, partial(_by_formula, node)))
+            one = _ByFormula(node)
+            handles += register_own_hooks(
+                partial(node.register_prehook, one.before), partial(node.register_hook, one.after)
+            )
         yield
 
 
-def _by_formula(node: Any, grads: Cotangents, cotangents: Cotangents) -> Cotangents | None:
-    """Return the gradients that a node has made, with the derivative of its formula."""
-    cotangent, *_ = cotangents
-    if cotangent is None or not torch.is_grad_enabled():  # a pass in another thread
-        return None
-    if hooks_registered() and not transforms():
-        _refuse_changed(node, grads, cotangent)
-    formula, inputs = NODE_FORMULAS[type(node).__name__](node)
-    are_made = [grad is not None for grad in grads]
-    # Detached: torch's own derivative of them raises, even where nothing flows into it.
-    present = [grad.detach() for grad in grads if grad is not None]
+class _ByFormula:
+    """Hooks of a node, whose gradients get the derivative of its formula."""
 
-    def by_formula(cotangent: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        return tuple(compress(vjp(formula, *inputs)[1](cotangent), are_made))
+    def __init__(self, node: Any) -> None:
+        self._node = node
+        self._recomputed: list[Any] = []
+        self._of_node: OfNode | None = None  # read in advance
 
-    made = Result.of(rule_of(by_formula), [cotangent, *inputs], present)
-    return tuple(merged(grads, are_made, made))
+    def before(self, _: Cotangents) -> None:
+        """Read what a checkpoint recomputes for the node, and let the node read it, too."""
+        self._recomputed = recomputed_tensors(self._node) if torch.is_grad_enabled() else []
+        if self._recomputed:
+            offer_again(self._recomputed)
+            self._of_node = NODE_FORMULAS[type(self._node).__name__](self._node)
+            offer_again(self._recomputed)
+
+    def after(self, grads: Cotangents, cotangents: Cotangents) -> Cotangents | None:
+        """Return the gradients that a node has made, with the derivative of its formula."""
+        cotangent, *_ = cotangents
+        if cotangent is None or not torch.is_grad_enabled():  # a pass in another thread
+            return None
+        of_node, self._of_node = self._of_node, None
+        if hooks_registered() and not transforms():
+            offer_again(self._recomputed)
+            _refuse_changed(self._node, grads, cotangent)
+        self._recomputed = []
+        formula, inputs = of_node or NODE_FORMULAS[type(self._node).__name__](self._node)
+        are_made = [grad is not None for grad in grads]
+        # Detached: torch's own derivative of them raises, even where nothing flows into it.
+        present = [grad.detach() for grad in grads if grad is not None]
+
+        def by_formula(cotangent: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+            return tuple(compress(vjp(formula, *inputs)[1](cotangent), are_made))
+
+        made = Result.of(rule_of(by_formula), [cotangent, *inputs], present)
+        return tuple(merged(grads, are_made, made))
 
 
 def _refuse_changed(node: Any, grads: Cotangents, cotangent: Tensor) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.nn import functional
 from torch.nn.functional import dropout, rrelu
 from torch.utils.checkpoint import (
     CheckpointError,
@@ -420,3 +421,50 @@ def test_what_waits_is_counted(device: torch.device) -> None:
     assert frames_waiting() == before + 1
     del out
     assert frames_waiting() == before >= 0
+
+
+# --- torch gives out each tensor that a checkpoint recomputes once in a pass
+
+FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
+    "attention": lambda x: functional.scaled_dot_product_attention(x, x.sin(), x),
+    "attention, twice": lambda x: functional.scaled_dot_product_attention(
+        functional.scaled_dot_product_attention(x, x.sin(), x).tanh(), x, x
+    ),
+    "weight_norm": lambda x: torch._weight_norm(x[0, 0], x[0, 0, :, :1]),
+    "logcumsumexp": lambda x: torch.logcumsumexp(x, -1),
+    "hardsigmoid": functional.hardsigmoid,
+}
+Wrap = Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], Tensor]]
+
+
+def again(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return partial(once, fn)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("around", ["one", "nested", "two"])
+@pytest.mark.parametrize("name", FORMULAS)
+def test_what_is_differentiated_by_a_formula(
+    device: torch.device, name: str, around: str, hooked: bool
+) -> None:
+    fn = FORMULAS[name]
+    x, v = torch.randn(2, 1, 2, 4, 4, dtype=torch.float64, device=device)
+
+    def derivatives(wrap: Wrap) -> list[Tensor]:
+        block = wrap(fn)
+        if around == "nested":
+            block = wrap(lambda x: wrap(fn)(x).tanh())
+        elif around == "two":
+            block = lambda x: wrap(fn)(x) + wrap(fn)(2 * x)  # noqa: E731
+        leaf = x.clone().requires_grad_()
+        h = leaf * 1
+        if hooked:
+            h.register_hook(lambda grad: None)
+        value, results = block(h).sin().sum(), []
+        for order in range(3):
+            _, grad = gradkit.value_and_grads(value, leaf, create_graph=order < 2)
+            results.append(grad)
+            value = (grad * v).sum()
+        return results
+
+    torch.testing.assert_close(derivatives(again), derivatives(lambda fn: fn))
