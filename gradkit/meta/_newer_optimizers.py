@@ -49,7 +49,8 @@ def muon(
         ns_coefficients: Those of the polynomial of a Newton-Schulz step.
         eps: The least norm by which a matrix is divided before these steps.
         ns_steps: The number of Newton-Schulz steps, less than 100.
-        adjust_lr_fn: As in `torch.optim.Muon`: "original" or None, or "match_rms_adamw".
+        adjust_lr_fn: As in `torch.optim.Muon`: "original" or None, "match_rms_adamw", or
+            "spectral_unclamped", which torch has since 2.15.
         dtype: What these steps are computed in; None is the dtype of the parameter. In bfloat16, as
             in torch, derivatives through them have its two or three digits; those by `lr` and
             `weight_decay` are exact.
@@ -67,7 +68,7 @@ def muon(
         Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks", algorithm 2,
         https://kellerjordan.github.io/posts/muon/; `torch.optim.Muon`
     """
-    check_option("adjust_lr_fn", adjust_lr_fn, (None, "original", "match_rms_adamw"))
+    check_option("adjust_lr_fn", adjust_lr_fn, (None, *_LR_RATIOS))
     check_option("dtype", dtype, (None, torch.bfloat16, torch.float32, torch.float64))
     is_right = isinstance(ns_coefficients, tuple) and len(ns_coefficients) == 3
     is_right = is_right and all(map(is_number, ns_coefficients))
@@ -76,24 +77,36 @@ def muon(
         fix = "ns_coefficients=(3.4445, -4.775, 2.0315), ns_steps=5"
         raise OptionError(message("ns_coefficients, ns_steps", expected, got, fix))
     hyper = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "eps": eps}
-    rule = partial(_muon, (ns_coefficients, ns_steps, dtype), adjust_lr_fn == "match_rms_adamw")
+    rule = partial(
+        _muon, (ns_coefficients, ns_steps, dtype), _LR_RATIOS[adjust_lr_fn or "original"]
+    )
     entries = {"momentum_buffer": torch.zeros_like}
     hyper["nesterov"] = nesterov
     return Optimizer("muon", hyper, entries, rule, checks_ranges=True, ndim=2)
 
 
+# By the numbers of rows and columns of a matrix.
+_LR_RATIOS: dict[str, Callable[[int, int], float]] = {
+    "original": lambda rows, columns: sqrt(max(1, rows / max(columns, 1))),
+    "match_rms_adamw": lambda rows, columns: 0.2 * sqrt(max(rows, columns)),
+    "spectral_unclamped": lambda rows, columns: sqrt(rows / max(columns, 1)),
+}
+
+
 def _muon(
-    how: Any, match_rms: bool, params: Tensors, grads: Tensors, state: StateLists, hyper: Settings
+    how: Any,
+    ratio: Callable[[int, int], float],
+    params: Tensors,
+    grads: Tensors,
+    state: StateLists,
+    hyper: Settings,
 ) -> Updated:
     refuse_complex("muon", params)
     momentum, eps = hyper["momentum"], ops.per_tensor(hyper["eps"], len(params))
     buffers = _lerp(state["momentum_buffer"], grads, ops.combine(operator.sub, 1, momentum))
     updates = _lerp(grads, buffers, momentum) if hyper["nesterov"] else buffers
     updates = [_orthogonal(x, least, *how) for x, least in zip(updates, eps, strict=True)]
-    ratios: Factor = [
-        0.2 * sqrt(max(x.shape)) if match_rms else sqrt(max(1, len(x) / max(x.shape[1], 1)))
-        for x in params
-    ]
+    ratios: Factor = [ratio(*x.shape) for x in params]
     rates = ops.combine(operator.mul, hyper["lr"], ratios)
     return ops.descend(_decayed(params, hyper), updates, rates), {"momentum_buffer": buffers}
 

@@ -111,6 +111,26 @@ def test_the_average_is_better_than_where_gradients_are_taken(device: torch.devi
     assert state["average"].norm() < 0.5 * state["z"].norm()
 
 
+@pytest.mark.parametrize("shape", [(3, 5), (5, 3), (4, 4)])
+def test_muon_without_a_clamp(device: torch.device, shape: tuple[int, int]) -> None:
+    """`spectral_unclamped` of torch 2.15: the rate times sqrt(rows / columns), also below one."""
+    start, slope = torch.randn(2, *shape, dtype=D, device=device)
+
+    def moved(kind: str | None) -> torch.Tensor:
+        opt = meta.muon(lr=0.1, weight_decay=0.0, dtype=None, adjust_lr_fn=kind)
+        return opt.step(start, slope, opt.init(start))[0] - start
+
+    rows, columns = shape
+    expected = moved("original") * min(1, rows / columns) ** 0.5
+    torch.testing.assert_close(moved("spectral_unclamped"), expected)
+    if torch.__version__ >= "2.15":
+        p, options = torch.nn.Parameter(start.clone()), {"adjust_lr_fn": "spectral_unclamped"}
+        p.grad = slope.clone()
+        torch.optim.Muon([p], lr=0.1, **options).step()
+        opt = meta.from_torch(torch.optim.Muon, lr=0.1, **options)
+        torch.testing.assert_close(opt.step(start, slope, opt.init(start))[0], p.detach())
+
+
 def test_muon_makes_the_singular_values_alike(device: torch.device) -> None:
     for shape in ((6, 4), (4, 6), (5, 5)):
         w = torch.zeros(shape, dtype=D, device=device)
