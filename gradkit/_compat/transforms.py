@@ -261,6 +261,21 @@ def no_transforms() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def outside_vmaps(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Run the block outside of the innermost vmaps, which have batched none of these tensors."""
+    with undo_stack() as left:
+        while batches_others(tensors):
+            left.enter_context(temporarily_pop_interpreter_stack())
+        yield
+
+
+def batches_others(tensors: Sequence[Tensor]) -> bool:
+    """Return whether the innermost transform is a vmap that has batched none of these tensors."""
+    stack = transforms()
+    return stack[-1:] == (BATCH,) and not any(len(stack) in _batch_levels(x) for x in tensors)
+
+
 def without_innermost_tangent(tensor: Tensor) -> Tensor:
     """Return a tensor without its tangent of the innermost jvp around this call."""
     # vmap has no rule for unpack_dual.

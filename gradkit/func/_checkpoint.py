@@ -140,8 +140,12 @@ class Recomputation:
 
         if transforms():
             point = list(compress(tensors, needed))
+            point = point if create else list(map(cut, point))
             with levels.compiled_autograd_disabled():
-                grads = levels.run_in_level(in_level, point if create else list(map(cut, point)))[0]
+                if levels.batches_others(tensors):
+                    grads = self._pulled(tensors, needed, cotangents, point)
+                else:
+                    grads = levels.run_in_level(in_level, point)[0]
                 return merged([None] * len(needed), needed, grads)
         with torch.enable_grad(), INSIDE:
             # Views: the pass ends here, and does not go on through what was before.
@@ -163,6 +167,25 @@ class Recomputation:
             if refused:  # who takes this derivative gets the error
                 grads = [*with_refused_derivatives(grads, sources, refused)]
         return merged([None] * len(needed), needed, grads)
+
+    def _pulled(
+        self,
+        tensors: Sequence[Tensor],
+        needed: Sequence[bool],
+        cotangents: Sequence[Any],
+        point: Tensors,
+    ) -> Grads:
+        """Return the gradients from a run outside of a vmap that has batched cotangents alone."""
+        # Inside, a random operation would raise, or draw for each of the batch.
+        arrived = [x is not None for x in cotangents]
+
+        def fn(*variables: Tensor) -> tuple[Tensor, ...]:
+            with self.second_run(merged(tensors, needed, variables)) as outputs, INSIDE:
+                return tuple(compress(outputs, arrived))
+
+        with levels.outside_vmaps(tensors), levels.without_default_hooks(), INSIDE:
+            _, pull, *_ = torch.func.vjp(fn, *point)
+        return list(pull(tuple(compress(cotangents, arrived))))
 
     def _tangents(self, tensors: Sequence[Tensor], tangents: Sequence[Any]) -> Sequence[Any]:
         moves = [x is not None for x in tangents]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.func import grad, jacrev, vmap
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
@@ -467,3 +468,25 @@ def test_refuses_nothing_that_the_function_allows(
             run(checkpoint)
     else:
         torch.testing.assert_close(run(checkpoint), right, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_random_numbers_in_a_jacobian(device: torch.device, is_nested: bool) -> None:
+    """A vmap of the cotangents, in which torch lets nothing draw, is none of the second run."""
+    drop, x = nn.Dropout(0.5), torch.randn(4, dtype=D, device=device)
+
+    def jacobian(wrap: Wrap) -> Callable[[Tensor], Tensor]:
+        once = wrap(lambda x: drop(x.sin() * 2) * x)
+        return jacrev(wrap(lambda x: once(x).tanh()) if is_nested else once)
+
+    for call in (
+        lambda jac: jac(x),
+        lambda jac: jacrev(jac)(x),
+        lambda jac: grad(lambda x: jac(x).sin().sum())(x),
+        lambda jac: vmap(jac, randomness="same")(torch.stack([x, 2 * x])),
+    ):
+        results = []
+        for wrap in (checkpoint, plain):
+            torch.manual_seed(0)
+            results.append(call(jacobian(wrap)))
+        torch.testing.assert_close(*results)
