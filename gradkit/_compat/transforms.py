@@ -82,6 +82,8 @@ class _Engine(threading.local):
     # In the second run of a checkpointed function: how many transforms were around it when it
     # began, and the derivatives around the first run, which are those that are taken.
     second_run: tuple[int, tuple[str, ...]] | None = None
+    # In a pass whose graph may be thrown away: a derivative of it is refused once it is taken.
+    is_tentative = False
 
     def __init__(self) -> None:
         self.made: dict[int, Tensor] = {}  # leaves that the innermost function has made, by id

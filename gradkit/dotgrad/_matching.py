@@ -73,6 +73,8 @@ def read_grad_leaves(params: Params, grads: PyTree) -> list[Any]:
 def _matched(params: Params, by_leaf: list[Any]) -> Pairs:
     pairs: dict[int, tuple[Tensor, Tensor | None]] = {}
     for index, (leaf, grad) in enumerate(zip(params.leaves, by_leaf, strict=True)):
+        if isinstance(leaf, Tensor) and _is_zero_of_frozen(leaf, grad):
+            grad = None
         mismatch = _mismatch(leaf, grad)
         if mismatch is None and id(leaf) in pairs and _differ(pairs[id(leaf)][1], grad):
             expected = "the gradient that the same tensor has in another place"
@@ -103,6 +105,13 @@ def plainly_match(params: Params, *by_leaf: list[Any]) -> bool:
         )
     except RuntimeError:  # a nested tensor that is strided has no shape
         return False
+
+
+def _is_zero_of_frozen(leaf: Tensor, grad: object) -> bool:
+    """Return whether a frozen parameter has the zeros of `gradkit.func`, which are no gradient."""
+    if leaf.requires_grad or not isinstance(grad, Tensor) or grad.shape != leaf.shape:
+        return False
+    return grad.layout == torch.strided and not grad.is_meta and not grad.count_nonzero()
 
 
 _PASS_GRADS_OF_PARAMS = "pass the gradients of these very params"

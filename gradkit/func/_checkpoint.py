@@ -161,6 +161,8 @@ class Recomputation:
                     if create:
                         refuse_wrong_derivative(lambda: self.name, variables, below)
                 except UnsupportedGraphError as error:
+                    if not levels.engine_calls.is_tentative:
+                        raise
                     create, refused = False, str(error)
                 one = InnerPass(self.name, "its input {}".format, variables, below, cotangents)
                 grads = one.grads(outputs, create_graph=create)

@@ -23,8 +23,14 @@ from gradkit._autograd.inner_pass import InnerPass
 from gradkit._checks.higher_derivatives import refuse_wrong_derivative
 from gradkit._checks.hooks_in_passes import any_changed_gradients, watched_pass
 from gradkit._compat import transforms as torch_func
-from gradkit._compat.transforms import TensorLists, differentiated, level_of, recording_levels
-from gradkit._compat.undoing import INSIDE
+from gradkit._compat.transforms import (
+    TensorLists,
+    differentiated,
+    engine_calls,
+    level_of,
+    recording_levels,
+)
+from gradkit._compat.undoing import INSIDE, undone
 from gradkit._core import pytree
 from gradkit._core.call import Losses, read_losses, read_weights
 from gradkit._core.graph import Subgraph
@@ -99,7 +105,10 @@ class LevelPasses:
         below = Subgraph(roots)
         inner = InnerPass("the loss", self.path, variables, below, weights)
         if not keep and self._may_reach_outside(below):
-            return self._looked_at(inner.guarded(partial(run, create=True), create_graph=False))
+            with undone(partial(setattr, engine_calls, "is_tentative", False)):
+                engine_calls.is_tentative = True
+                grads = inner.guarded(partial(run, create=True), create_graph=False)
+            return self._looked_at(grads)
         if keep:
             keep = self._check_derivative(below, variables)
         one = partial(run, create=keep)

@@ -459,7 +459,9 @@ def squared_samples(loss: Callable[..., Tensor], w: Tensor, x: Tensor) -> Tensor
 
 
 KNOWN_BUGS: dict[str, Callable[..., Any]] = {
-    "cdist": func.per_sample_grads(lambda w, x: torch.cdist(w[None], x[None]).sum()),
+    "select_scatter": grad(
+        partial(squared_samples, lambda w, x: torch.select_scatter(w * x, w.sum(), 0, 1).sum())
+    ),
     "roll": func.per_sample_grads(lambda w, x: torch.roll(w.sum() * x.sum(), 1)),
     "layer_norm": grad(partial(squared_samples, normed)),
     "batch_norm": func.per_sample_grads(
