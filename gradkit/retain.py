@@ -47,7 +47,10 @@ class _KeptTree(NamedTuple):
         return self.spec.unflatten(self.leaves)
 
     def read(self, fn: Callable[[GradRecorder], Any], missing: Any) -> PyTree:
-        results = [missing if one is None else fn(one) for one in self.recorders]
+        pairs = zip(self.leaves, self.recorders, strict=True)
+        results = [
+            None if leaf is None else missing if one is None else fn(one) for leaf, one in pairs
+        ]
         return self.spec.unflatten(results)
 
 
@@ -133,8 +136,8 @@ def safe_retain(
         (torch.Size([2]), torch.Size([2]))
 
     Args:
-        tensors: A tree of tensors that require grad; or a module, whose forward then runs inside
-            the block.
+        tensors: A tree of tensors that require grad, and None, which stays None; or a module, whose
+            forward then runs inside the block.
         names: With a module: the names of submodules (as in `named_modules()`, "" for the module
             itself) or globs, whose outputs, trees of tensors, are watched. Of what a glob fits,
             an output without a graph is in `values`, and its gradient is None.
@@ -198,7 +201,12 @@ def _watch_tensors(retained: RetainedGrads, tensors: PyTree) -> None:
     if not leaves:
         raise StructureError(message("tensors", "at least one tensor", "none", "safe_retain(h)"))
     paths = (partial(pytree.path, spec, index, "tensors") for index in range(len(leaves)))
-    kept = _KeptTree(leaves, spec, list(map(retained._recorders.of, leaves, paths)))
+    is_empty = all(leaf is None for leaf in leaves)  # the first is refused
+    recorders = [
+        None if leaf is None and not is_empty else retained._recorders.of(leaf, path)
+        for leaf, path in zip(leaves, paths, strict=True)
+    ]
+    kept = _KeptTree(leaves, spec, recorders)
     retained._collect = lambda read, _: read(kept)
 
 

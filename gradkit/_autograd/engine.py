@@ -179,10 +179,20 @@ def run_backward(
                 arguments = tuple(outputs), tuple(cotangents), *options, tuple(variables or ())
                 run_engine(*arguments, True, accumulate=True)
             else:
+                _refuse_nested(call, variables)
                 torch.autograd.backward(outputs, seeds, *options, inputs=variables)
         except RuntimeError as error:
             _raise_named(error, call)
             raise
+
+
+def _refuse_nested(call: Call, variables: Sequence[Tensor] | None) -> None:
+    """Raise before a pass that adds to the `.grad` of a nested leaf, which torch cannot."""
+    leaves = call.whole.leaves.values() if variables is None else variables
+    if any(leaf.is_nested and leaf.grad is not None for leaf in leaves):
+        expected, got = "a nested leaf whose .grad is None", "one that has a gradient already"
+        fix = "gradkit.add_grads_(n, gradkit.value_and_grads(loss, n)[1])"
+        raise UnsupportedGraphError(message(call.losses.path(0), expected, got, fix))
 
 
 def _only_tensor_hooks(leaves: Sequence[Tensor]) -> bool:

@@ -143,7 +143,7 @@ def add_grads_(params: PyTree, grads: PyTree, *, hooks: bool = False) -> None:
     def read_pairs() -> _matching.Pairs:
         opened = _matching.read_leaves(params)
         pairs = _matching.match(opened, grads)
-        _refuse_tensor_hooks(pairs)
+        _refuse_tensor_hooks(opened)
         _refuse_unaddable(opened, pairs)
         return pairs
 
@@ -210,13 +210,14 @@ def _how_to_add(leaf: Tensor, total: Tensor, grad: Tensor) -> str:
     return "leaf.grad = leaf.grad.to_dense().to_sparse(), and add grad.to_dense().to_sparse()"
 
 
-def _refuse_tensor_hooks(pairs: _matching.Pairs) -> None:
-    for leaf, _ in pairs:
-        if count := len(tensor_hooks(leaf) or ()):
-            expected = "tensors without tensor hooks, which have been applied to the gradients"
+def _refuse_tensor_hooks(params: Params) -> None:
+    for index, leaf in enumerate(params.leaves):
+        if leaf is not None and (count := len(tensor_hooks(leaf) or ())):
+            expected = "a tensor without tensor hooks, which have been applied to the gradients"
             got = f"{describe(leaf)} with {count} of them"
             fix = "remove them, or call add_grads_(params, grads) without hooks=True"
-            raise UnsupportedGraphError(message("params", f"{expected} already", got, fix))
+            where = pytree.path(params.spec, index, "params")
+            raise UnsupportedGraphError(message(where, f"{expected} already", got, fix))
 
 
 @disable_compile

@@ -101,6 +101,8 @@ class Arguments(Params):
             index = [x.layout in allowed for x in self.variables].index(False)
             refused = self.variables[index]
             got = f"{describe(refused)}, {refused.layout}"
+            if refused.layout == torch.jagged:
+                fix = "pass its values(), and nest them in fn; or compute the loss eagerly"
             raise LeafTypeError(message(self.path(index), expected, got, fix))
 
 

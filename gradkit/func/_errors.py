@@ -15,7 +15,13 @@ from gradkit._compat.nodes import CHANGED
 from gradkit._compat.transforms import BATCH, BATCH_FAILURES, transforms
 from gradkit._state import rng
 from gradkit._torch_bugs.missing import missing_derivative, way_out_of
-from gradkit.errors import DetachedLossError, GradkitError, UnsupportedGraphError, message
+from gradkit.errors import (
+    DetachedLossError,
+    FreedGraphError,
+    GradkitError,
+    UnsupportedGraphError,
+    message,
+)
 
 R = TypeVar("R")
 _MAKE_FUNCTIONAL = "call, params, buffers = gradkit.func.make_functional(module)"
@@ -37,6 +43,13 @@ def named_errors(run: Callable[[], R], *, nested: bool = False) -> R:
         return run()
     except BaseException as error:
         rng.restore(states)
+        if isinstance(error, TypeError) and "'dict' object is not callable" in str(error):
+            error.add_note(_MODULE_IS_A_DICT)
+        if _FREED in str(error) and not isinstance(error, GradkitError):
+            got = "a pass in fn that frees what the losses, or another pass, need"
+            fix = "torch.autograd.grad(y, x, create_graph=True), or retain_graph=True"
+            expected = "a graph that still holds its saved tensors"
+            raise FreedGraphError(message("fn", expected, got, fix)) from error
         why = _why_refused(error, nested) if isinstance(error, Exception) else None
         if why is None:
             raise
@@ -47,7 +60,7 @@ def _why_refused(error: Exception, nested: bool) -> tuple[str, str, str] | None:
     """Return what was expected of fn, what came and what to do; None if the error says it all."""
     name = _control_flow(error)
     if name is not None:
-        fix = f"use {_IN_ITS_PLACE[name]}; or {_EAGERLY}"
+        fix = f"use {_IN_ITS_PLACE[name]}; or, for a first derivative, {_EAGERLY}"
         return _DIFFERENTIABLE, f"torch's {name}, which torch.func cannot enter", fix
     if not isinstance(error, BATCH_FAILURES):
         return None
@@ -149,6 +162,12 @@ _NESTED = (
     "if fn fails by itself, too, mend it; else the other mode of hvp; or two eager passes of "
     "gradkit.value_and_grads, the first with create_graph=True",
 )
+HOOKED_CONSTANT = "register a hook on a tensor that doesn't require gradient"
+_FREED = "Trying to backward through the graph a second time"
+_MODULE_IS_A_DICT = (
+    "gradkit.func gives fn the parameters of a module that is an argument, as a dict: call "
+    "torch.func.functional_call(model, params, (x,)) in fn, or gradkit.func.make_functional(model)"
+)
 _DIFFERENTIABLE = "what torch.func can differentiate"
 _EAGERLY = "compute the losses eagerly: gradkit.value_and_grads(losses, params)"
 _SETUP_CONTEXT = "setup_context"
@@ -203,6 +222,17 @@ _KNOWN = {
         "inside of a function being transformed by a functorch transform",
     ): RUNS_BACKWARD,
     ("would mutate a captured Tensor",): WRITES_OUTSIDE,
+    ("returned as-is as output is being saved",): (
+        "a Function that saves a view of an input that it returns as it is",
+        "one that saves the input itself",
+        "return and save a view, in forward: return x.view_as(x)",
+    ),
+    (HOOKED_CONSTANT,): (
+        "a function whose hooks are on tensors with a graph",
+        "one that registers a hook where no backward pass follows: in forward mode, or by "
+        "differences",
+        "vjp or linearize in place of jvp; or register it where h.requires_grad only",
+    ),
     (_SETUP_CONTEXT,): (
         _DIFFERENTIABLE,
         "an autograd.Function whose forward takes ctx, an operator of torch.library that has one, "

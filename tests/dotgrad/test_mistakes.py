@@ -306,3 +306,42 @@ def test_backward_refuses_a_leaf_that_was_cast(device: torch.device) -> None:
         assert layers[0].weight.grad.dtype == torch.float64
         with pytest.raises(gradkit.UnreachedParamError):
             gradkit.backward_(later, layers[2])
+
+
+def test_zeros_for_a_frozen_parameter_are_no_gradient(device: torch.device) -> None:
+    """`gradkit.func` gives zeros for it; `.backward()` leaves its .grad as it is."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)).to(device)
+    model[0].requires_grad_(False)
+    x = torch.randn(6, 3, device=device)
+    call = torch.func.functional_call
+    _, grads = gradkit.func.value_and_grads(lambda p: call(model, p, (x,)).square().mean())(model)
+    before = model[0].weight.clone()
+    gradkit.step_(torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1), model, grads)
+    gradkit.write_grads_(model, grads)
+    gradkit.add_grads_(model, grads)
+    assert model[0].weight.grad is None
+    assert torch.equal(model[0].weight, before)
+    torch.testing.assert_close(model[1].weight.grad, 2 * grads["1.weight"])
+    grads["0.weight"] += 1
+    with pytest.raises(gradkit.StructureError, match=r"grads\['0.weight'\].*frozen"):
+        gradkit.write_grads_(model, grads)
+
+
+def test_the_hook_of_a_parameter_is_named(device: torch.device) -> None:
+    model = torch.nn.Linear(3, 1).to(device)
+    model.bias.register_hook(lambda grad: grad)
+    grads = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+    with pytest.raises(gradkit.UnsupportedGraphError, match=r"^params\['bias'\]: expected"):
+        gradkit.add_grads_(model, grads, hooks=True)
+
+
+def test_a_second_backward_to_a_jagged_leaf(device: torch.device) -> None:
+    rows = torch.arange(10.0, device=device).view(5, 2)
+    n = torch.nested.nested_tensor([rows[:2], rows[2:]], layout=torch.jagged, requires_grad=True)
+    gradkit.backward_((n * n).values().sum(), n)
+    first = n.grad.values().clone()
+    with pytest.raises(gradkit.UnsupportedGraphError, match=r"add_grads_\(n, "):
+        gradkit.backward_((n * n).values().sum(), n)
+    assert torch.equal(n.grad.values(), first)
+    gradkit.add_grads_(n, gradkit.value_and_grads((n * n).values().sum(), n)[1])
+    assert torch.equal(n.grad.values(), 2 * first)

@@ -165,3 +165,78 @@ def test_a_function_that_requires_grad_by_itself_is_no_hook(device: torch.device
         func.hvp(lambda x: x.requires_grad_().sum(), x, x)
     assert "hook" not in str(caught.value)
     assert func.value_and_grads(lambda x: x.requires_grad_().square().sum())(x) == (1, 2)
+
+
+def test_a_graph_that_fn_has_freed_is_named(device: torch.device) -> None:
+    w = torch.ones(2, device=device)
+
+    def loss(w: Tensor, **options: Any) -> Tensor:
+        energy = (w**3).sum()
+        (slope,) = torch.autograd.grad(energy, w, **options)
+        return energy + 0 * slope.detach().sum()
+
+    for call in (
+        lambda loss: func.value_and_grads(loss)(w)[1],
+        lambda loss: func.vjp(loss, w)[1](w[0])[0],
+        lambda loss: func.hvp(loss, w, w)[0],
+    ):
+        with unchanged(w), pytest.raises(gradkit.FreedGraphError, match="retain_graph=True"):
+            call(loss)
+        assert torch.equal(call(lambda w: loss(w, retain_graph=True)), 3 * w**2)
+
+
+class AsItIs(torch.autograd.Function):
+    forward = staticmethod(lambda x: x)
+    setup_context = staticmethod(lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]))
+    backward = staticmethod(lambda ctx, grad: 2 * grad * ctx.saved_tensors[0])
+
+
+class ByAView(AsItIs):
+    forward = staticmethod(lambda x: x.view_as(x))
+
+
+def test_a_function_that_saves_what_it_returns(device: torch.device) -> None:
+    w = torch.tensor([3.0], device=device)
+    with pytest.raises(gradkit.UnsupportedGraphError, match=r"return x\.view_as\(x\)"):
+        func.value_and_grads(lambda w: AsItIs.apply(w).sum())(w)
+    assert func.value_and_grads(lambda w: ByAView.apply(w).sum())(w)[1].item() == 6
+
+
+def test_a_hook_where_no_backward_pass_follows(device: torch.device) -> None:
+    w = torch.tensor([1.0, 2.0], dtype=torch.float64, device=device)
+
+    def loss(w: Tensor, is_careful: bool = False) -> Tensor:
+        y = w * w
+        if y.requires_grad or not is_careful:
+            y.register_hook(lambda grad: grad * 1)
+        return y.sum()
+
+    with unchanged(w), pytest.raises(gradkit.UnsupportedGraphError, match="registers a hook"):
+        func.jvp(loss, w, w)
+    torch.testing.assert_close(func.linearize(loss, w)[1](w), 2 * (w * w).sum())
+    torch.testing.assert_close(func.jvp(lambda w: loss(w, True), w, w)[1], 2 * (w * w).sum())
+    func.check_grads(loss, w, modes=("reverse",), order=1)
+
+
+def test_a_module_that_is_called_as_a_function_is_a_dict(device: torch.device) -> None:
+    model, x = nn.Linear(3, 1).to(device), torch.randn(2, 3, device=device)
+    with pytest.raises(TypeError, match="'dict' object is not callable") as caught:
+        func.value_and_grads(lambda model: model(x).sum())(model)
+    assert "functional_call(model, params, (x,))" in "".join(caught.value.__notes__)
+    call = torch.func.functional_call
+    grads = func.value_and_grads(lambda params: call(model, params, (x,)).sum())(model)[1]
+    torch.testing.assert_close(grads["weight"], x.sum(0, keepdim=True))
+
+
+def test_a_jagged_argument(device: torch.device) -> None:
+    rows = torch.randn(5, 4, device=device)
+    jagged = torch.nested.nested_tensor([rows[:3], rows[3:]], layout=torch.jagged)
+    with pytest.raises(gradkit.LeafTypeError, match="nest them in fn"):
+        func.value_and_grads(lambda j: (j * j).values().sum())(jagged)
+    offsets = jagged.offsets()
+
+    def loss(values: Tensor) -> Tensor:
+        j = torch.nested.nested_tensor_from_jagged(values, offsets)
+        return (j * j).values().sum()
+
+    torch.testing.assert_close(func.value_and_grads(loss)(rows)[1], 2 * rows)

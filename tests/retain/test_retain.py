@@ -200,7 +200,6 @@ def test_a_view_that_is_only_used_is_right(device: torch.device) -> None:
         (lambda x: {"a": x * 1, "b": x.detach()}, gradkit.UnsupportedGraphError, r"\['b'\]"),
         (lambda x: [torch.ones(2)], gradkit.UnsupportedGraphError, r"tensors\[0\]"),
         (lambda x: {"a": x * 1, "b": 2.0}, gradkit.LeafTypeError, r"tensors\['b'\].*float"),
-        (lambda x: [x * 1, None], gradkit.LeafTypeError, "NoneType"),
         (lambda x: [], gradkit.StructureError, "at least one"),
         (lambda x: [nn.Linear(2, 2)], gradkit.LeafTypeError, r"safe_retain\(model"),
     ],
@@ -443,3 +442,15 @@ def test_a_block_of_another_thread_leaves_batches_as_they_are(device: torch.devi
         assert not pool.submit(batched, v * v, v).result()
         assert not pool.submit(batched, kept * kept, w).result()
     assert retained.passes == ()
+
+
+def test_none_stays_none(device: torch.device) -> None:
+    w = torch.ones(2, device=device, requires_grad=True)
+    h = w * 2
+    with gradkit.safe_retain({"h": h, "cache": [None]}) as kept:
+        (h * 3).sum().backward()
+    assert kept.grads["h"].tolist() == [3, 3]
+    for tree in (kept.values, kept.grads, kept.passes):
+        assert tree["cache"] == [None]
+    with pytest.raises(gradkit.LeafTypeError), gradkit.safe_retain([None]):
+        pass
