@@ -207,6 +207,8 @@ class PassRunner:
                 finder.report(self.call.params_of(variables))
             if monitor is not None:
                 monitor.note(variables, grads[: len(variables)])
+                # Another optimizer may have been left in the loop, with parameters of the loss.
+                monitor.note(others := [*self.call.whole.leaves.values()], others)
             return capture.replace(grads[: len(variables)]), capture.versions
 
     @contextmanager

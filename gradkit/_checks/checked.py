@@ -129,7 +129,7 @@ class StepMonitor:
             self._warned = True
             warn_fallback(
                 f"{type(optimizer).__name__} has stepped with every .grad None, and changed "
-                "nothing, though gradkit has returned gradients of its parameters: call "
+                "nothing, though gradkit has returned gradients of losses of its parameters: call "
                 "gradkit.step_(optimizer, params, grads) instead of optimizer.step(), with "
                 "max_norm= instead of clip_grad_norm_"
             )

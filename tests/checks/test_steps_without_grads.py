@@ -170,3 +170,16 @@ def test_no_hook_is_left_nor_counted(device: torch.device) -> None:
     assert [dict(table) for table in tables] == before
     assert user_code.hooks_made() == made
     assert not any(before)  # a loop outside pays nothing
+
+
+def test_the_second_of_two_optimizers(device: torch.device) -> None:
+    body, head = nn.Linear(3, 4, device=device), nn.Linear(4, 1, device=device)
+    opt_body, opt_head = (SGD(m.parameters(), lr=0.1) for m in (body, head))
+    loss = head(body(torch.ones(2, 3, device=device))).square().sum()
+    with gradkit.checked():
+        gradkit.minimize_(opt_body, loss)
+        with pytest.warns(gradkit.GradkitWarning, match="changed nothing"):
+            opt_head.step()
+    loss = head(body(torch.ones(2, 3, device=device))).square().sum()
+    with gradkit.checked():  # both move, from one pass
+        gradkit.minimize_([opt_body, opt_head], loss)
