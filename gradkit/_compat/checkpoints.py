@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import Node, save_on_cpu
 from torch.utils._python_dispatch import _disable_current_modes
 
-from gradkit._compat.nodes import changed_since_saved, hooked_tensors, packed_tensors
+from gradkit._compat.nodes import changed_since_saved, hooked_tensors, packed_tensors, saved
 
 # A checkpoint that waits to recompute.
 Frame: TypeAlias = Any
@@ -165,12 +165,8 @@ def changed_argument(frame: Frame) -> str | None:
 
 def recomputed_tensors(node: Node) -> list[tuple[Frame, Any, Any]]:
     """Return what checkpoints recompute of a node's tensors in this pass, and where it stands."""
-    found = []
-    for name, packed in packed_tensors(node):
-        frame = frame_of(packed.unpack_hook)
-        if frame is not None:
-            found.append((frame, packed.data, getattr(node, f"_saved_{name}")))
-    return found
+    named = [(frame_of(one.unpack_hook), name, one.data) for name, one in packed_tensors(node)]
+    return [(frame, data, saved(node, name)) for frame, name, data in named if frame is not None]
 
 
 def offer_again(tensors: Iterable[tuple[Frame, Any, Any]]) -> None:

@@ -76,8 +76,8 @@ def missing_derivative(error: BaseException) -> Reason | None:
 
 def without_forward_mode(error: BaseException | None) -> str | None:
     """Return the operator of which torch has a derivative in reverse mode alone, if it said so."""
-    found = _FORWARD.search(str(error))
-    return found[2] if found is not None and not found[1] else None
+    operator = _FORWARD.search(str(error))
+    return operator[2] if operator is not None and not operator[1] else None
 
 
 def _without_any(name: str) -> Reason:

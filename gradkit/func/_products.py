@@ -294,7 +294,8 @@ def _linear_maps(
         if not reasons:
             return products
         leaves, close = pytree.partition_tensors(products)
-        return close(with_refused_derivatives(leaves, arguments.variables, reasons[0]))
+        refused = with_refused_derivatives(leaves, arguments.variables, reasons[0])
+        return close(cast("Tensors", refused))
 
     return outputs, pull, push
 

@@ -429,7 +429,7 @@ BLOCKS: dict[str, Callable[[Tensor, Wrap], Tensor]] = {
         lambda x: func.value_and_grads(lambda x: functional.layer_norm(x, (4,)).sin().sum())(x)[1]
     )(x),
 }
-SECOND: dict[str, Callable[[Loss, Tensor, Tensor], Any]] = {
+SECOND: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
     "jvp": lambda fn, x, v: func.jvp(fn, x, v)[1],
     "linearize": lambda fn, x, v: func.linearize(fn, x)[1](v),
     "value_and_grads": lambda fn, x, v: func.value_and_grads(fn)(x)[1],
@@ -479,12 +479,13 @@ def test_random_numbers_in_a_jacobian(device: torch.device, is_nested: bool) -> 
         once = wrap(lambda x: drop(x.sin() * 2) * x)
         return jacrev(wrap(lambda x: once(x).tanh()) if is_nested else once)
 
-    for call in (
+    calls: list[Callable[[Any], Tensor]] = [
         lambda jac: jac(x),
         lambda jac: jacrev(jac)(x),
         lambda jac: grad(lambda x: jac(x).sin().sum())(x),
         lambda jac: vmap(jac, randomness="same")(torch.stack([x, 2 * x])),
-    ):
+    ]
+    for call in calls:
         results = []
         for wrap in (checkpoint, plain):
             torch.manual_seed(0)

@@ -287,10 +287,13 @@ def test_a_derivative_that_is_constant(device: torch.device, name: str) -> None:
     torch.testing.assert_close(func.jvp(slope, w, v)[1], right)
     torch.testing.assert_close(func.vjp(slope, w)[1](v)[0], right)
     torch.testing.assert_close(func.per_loss_grads(slope)(w) @ v, right)
+
     # The product of a linear function is a constant, too.
-    for outer in (grad, lambda fn: lambda w: func.value_and_grads(fn)(w)[1]):
-        around = outer(lambda w: (func.linearize(lambda w: 2 * w, w)[1](v) * w.detach() + w).sum())
-        assert torch.equal(around(w), torch.ones_like(w))
+    def loss(w: Tensor) -> Tensor:
+        return (func.linearize(lambda w: 2 * w, w)[1](v) * w.detach() + w).sum()
+
+    for got in (grad(loss)(w), func.value_and_grads(loss)(w)[1]):
+        assert torch.equal(got, torch.ones_like(w))
 
 
 def test_a_gradient_that_was_cut_is_no_constant(device: torch.device) -> None:
