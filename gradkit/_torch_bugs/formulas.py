@@ -121,8 +121,7 @@ def distances(operation: Operation, *args: Any, **kwargs: Any) -> Tensor:
     if not each.numel():
         return cast("Tensor", operation(*args, **kwargs))
     order = kwargs.get("p", args[len(tensors)] if len(args) > len(tensors) else 2.0)
-    lengths: Tensor = torch.linalg.vector_norm(each, order, -1)
-    return lengths
+    return cast("Tensor", torch.linalg.vector_norm(each, order, -1))
 
 
 @run_in_trace  # torch.compile finds no text in the name of an operation
