@@ -294,8 +294,8 @@ def test_names_are_the_field_s(device: torch.device) -> None:
             name = getattr(node, "id", getattr(node, "attr", getattr(node, "name", None)))
             if isinstance(node, ast.arg):
                 name = node.arg
-            if name == "target" and room(path) == "doctor":
-                continue
+            if name == "target" and (room(path) == "doctor" or path.name == "dynamo.py"):
+                continue  # of a statement, and of a node of torch.fx
             if name in FORBIDDEN and isinstance(node, ast.stmt | ast.expr | ast.arg):
                 broken.append(f"{path.relative_to(ROOT)}:{node.lineno}: {name}")
     assert not broken, listed(broken)

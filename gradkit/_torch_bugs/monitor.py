@@ -15,7 +15,7 @@ from torch.autograd import Function
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, get_testing_overrides
 
-from gradkit._compat.autograd import with_function_modes, without_function_modes, written_arguments
+from gradkit._compat.autograd import with_function_modes, without_function_modes
 from gradkit._compat.dynamo import (
     functions_traced,
     leave_uncompiled,
@@ -32,7 +32,6 @@ from gradkit._compat.transforms import (
     as_in_first_run,
     autograd_grad,
     carries_graph,
-    carries_tangent,
     compiles_scripted,
     derivatives_around,
     differentiated,
@@ -40,10 +39,8 @@ from gradkit._compat.transforms import (
     forward_mode_on,
     function_modes,
     jvp_level,
-    layers,
     level_of,
     set_compiles_scripted,
-    tangent_version,
     transforms,
     unbatched,
     varies,
@@ -56,6 +53,8 @@ from gradkit._core.results_without_graph import with_zero_derivatives
 from gradkit._core.user_code import functions_alive, hooks_registered, user_functions
 from gradkit._state.copy_on_write import CopyOnWrite, is_in_place
 from gradkit._torch_bugs import attention, table
+from gradkit._torch_bugs import foreign_operators as foreign
+from gradkit._torch_bugs.foreign_operators import is_foreign
 from gradkit.errors import UnsupportedGraphError, message
 
 _BACKWARD_PASS, _FUNCTION, _ATTENTION = "a backward pass", "a Function", "attention"
@@ -76,10 +75,6 @@ _IN_PLACE = {
     if hasattr(owner, alias)
 }
 _FUNCTIONAL = {functional.batch_norm, functional.instance_norm}
-# An operator called as torch.ops.aten.add, or with its overload.
-_OPERATOR, _OVERLOAD = type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor)
-_OF_TORCH = frozenset({"aten", "prim", "prims"})
-_WITHOUT_DERIVATIVE = "torch::autograd::WarnNotImplemented"
 
 # Operations that are none of the table's, and write on nothing: they run as they are.
 _ordinary: set[Any] = set()
@@ -100,8 +95,12 @@ def name_of(func: Callable[..., Any]) -> str | None:
     if name is None and (func is _POW or func is _IPOW):
         return "pow"
     # torch.ops.aten.name; an operator of the user's may have the same.
-    if name is None and isinstance(func, (_OVERLOAD, _OPERATOR)) and not is_foreign(func):
-        packet = func.overloadpacket if isinstance(func, _OVERLOAD) else func
+    if (
+        name is None
+        and isinstance(func, (foreign.OVERLOAD, foreign.OPERATOR))
+        and not is_foreign(func)
+    ):
+        packet = func.overloadpacket if isinstance(func, foreign.OVERLOAD) else func
         return table.ALIASES.get(packet.__name__)
     return name
 
@@ -247,9 +246,9 @@ class OpMonitor(TorchFunctionMode):
             args, kwargs = self._current((args, kwargs or {}))
             return self._run_on_constants(func, args, kwargs)
         watched = is_foreign(func) and not (constants or torch.compiler.is_compiling())
-        written = _graphs_written_on(func, args, kwargs) if watched else []
+        written = foreign.graphs_written_on(func, args, kwargs) if watched else []
         if watched and self._watch is not None and torch.is_grad_enabled():
-            written += _constants_written_on(func, args, kwargs)
+            written += foreign.constants_written_on(func, args, kwargs)
         if self._writes is not None:
             if constants:  # what is written keeps its own tangents
                 args = (*args[:1], *pytree.map_tensors(self._constant, args[1:]))
@@ -257,7 +256,7 @@ class OpMonitor(TorchFunctionMode):
         else:
             result = func(*args, **kwargs) if kwargs else func(*args)
         if watched:
-            _refuse_dropped(func, (args, kwargs), result, written)
+            foreign.refuse_dropped(func, (args, kwargs), result, written)
         if name != _BACKWARD_PASS or not (kwargs or {}).get("create_graph") or _is_compiling():
             return result
         # The gradient of a linear function has no graph, as one that the user's code has cut.
@@ -406,10 +405,10 @@ class ForwardMonitor(TorchFunctionMode):
         elif name is not None and name != _BACKWARD_PASS:
             return _run_in_eager_code(name, func, args, kwargs or {}, self.outer)
         is_watched = is_watched and is_foreign(func) and not torch.compiler.is_compiling()
-        written = _graphs_written_on(func, args, kwargs or {}) if is_watched else []
+        written = foreign.graphs_written_on(func, args, kwargs or {}) if is_watched else []
         result = func(*args, **kwargs) if kwargs else func(*args)
         if is_watched:
-            _refuse_dropped(func, (args, kwargs), result, written)
+            foreign.refuse_dropped(func, (args, kwargs), result, written)
         return result
 
 
@@ -449,60 +448,6 @@ def _run_in_eager_code(name: str, func: Any, args: Any, kwargs: Any, outer: tabl
     return func(*args, **kwargs)
 
 
-def is_foreign(func: Callable[..., Any]) -> bool:
-    """Return whether this is an operator that torch itself does not define."""
-    is_operator = isinstance(func, (_OPERATOR, _OVERLOAD))
-    return is_operator and str(func).partition(".")[0] not in _OF_TORCH
-
-
-# A tensor, what made it, and how often its tangent was written on.
-_Written: TypeAlias = list[tuple[Tensor, Any, int | None]]
-
-
-def _graphs_written_on(func: Any, args: Any, kwargs: Any) -> _Written:
-    """Return what an operator writes on, as its schemas say, if that has a graph, or a tangent."""
-    # A leaf of eager code is the variable itself, whatever was written on it.
-    varying = [
-        x
-        for x in pytree.tensors(written_arguments(func, args, kwargs))
-        if varies(x) and (transforms() or not x.is_leaf)
-    ]
-    return [(x, x.grad_fn, tangent_version(x)) for x in varying]
-
-
-def _constants_written_on(func: Any, args: Any, kwargs: Any) -> _Written:
-    """Return the constants that an operator writes on, if it is given what has a graph."""
-    # In eager code alone such a write cannot be told from one of statistics.
-    constants = [x for x in pytree.tensors(written_arguments(func, args, kwargs)) if not varies(x)]
-    is_given = constants and any(map(carries_graph, pytree.tensors((args, kwargs))))
-    return [(x, None, None) for x in constants] if is_given else []
-
-
-def _refuse_dropped(func: Callable[..., Any], given: Any, result: Any, written: _Written) -> None:
-    """Raise if an operator has dropped a derivative of what it was given."""
-    # torch drops tangents without a word, and warns once of a backward pass.
-    outputs = [x for x in pytree.tensors(result) if x.is_floating_point() or x.is_complex()]
-    inputs = pytree.tensors(given) if outputs else []
-    nodes = [layer.grad_fn for output in outputs for layer in layers(output)]
-    is_cut = any(node is not None and node.name() == _WITHOUT_DERIVATIVE for node in nodes)
-    if torch.is_grad_enabled() and not any(map(carries_graph, outputs)):  # a kernel falls through
-        is_cut |= any(map(carries_graph, inputs))
-    if any(x.grad_fn is made and tangent_version(x) == count for x, made, count in written):
-        got = "one that writes on a tensor with a graph or a tangent, which stay as they were"
-        fix = "return the result, with torch.library.register_autograd, and write on nothing"
-    elif is_cut:
-        got = "one without an autograd kernel: torch takes its derivative as zero"
-        fix = "torch.library.register_autograd, or an Autograd kernel in C++"
-    elif any(map(carries_tangent, inputs)) and not any(map(carries_tangent, outputs)):
-        got = "one without a formula for forward mode: torch drops the tangent"
-        fix = "reverse mode: gradkit.value_and_grads(losses, params)"
-    else:
-        return
-    where, expected = f"torch.ops.{func}", "an operator whose derivative torch has"
-    fix += "; or, if the result is meant as a constant, give the operator x.detach()"
-    raise UnsupportedGraphError(message(where, expected, got, fix))
-
-
 @run_in_trace
 def _wrong_unseen(count: int) -> str | None:
     """Return what an error says of an operation traced since of which no mode was told."""
@@ -510,7 +455,7 @@ def _wrong_unseen(count: int) -> str | None:
     try:
         for func, args, kwargs, result in traced_since(count):
             if is_foreign(func):
-                _refuse_dropped(func, (args, kwargs), result, [])
+                foreign.refuse_dropped(func, (args, kwargs), result, [])
                 continue
             bug = table.EVERY.get(_NAMES.get(func, ""))
             if bug is None or func in get_testing_overrides():

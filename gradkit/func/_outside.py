@@ -23,7 +23,7 @@ from gradkit._core import pytree
 from gradkit._core.user_code import captured_by
 from gradkit._state.copy_on_write import tensors_in, written
 from gradkit._state.module_state import state_now
-from gradkit._torch_bugs.monitor import is_foreign
+from gradkit._torch_bugs.foreign_operators import OVERLOAD, is_foreign
 from gradkit.errors import UnsupportedGraphError, message
 from gradkit.func._errors import RUNS_BACKWARD, WRITES_ON_ARGUMENT, WRITES_OUTSIDE
 
@@ -33,7 +33,6 @@ _BACKWARD, _REGISTER_HOOK = _tensor.backward, _tensor.register_hook
 _REQUIRES_GRAD = {_tensor.requires_grad_, _tensor.requires_grad.__set__}
 _IS_NESTED, _FRAMES = _tensor.is_nested.__get__, 8
 _SET_DATA = _tensor.data.__set__
-_OVERLOAD: Any = type(torch.ops.aten.add.Tensor)
 _EMBEDDINGS = {nn.functional.embedding, nn.functional.embedding_bag}
 
 
@@ -70,7 +69,7 @@ class Outside:
             return args
         if func == _SET_DATA:
             targets = [args[0]]
-        elif isinstance(func, _OVERLOAD) or is_foreign(func):
+        elif isinstance(func, OVERLOAD) or is_foreign(func):
             targets = pytree.tensors(written_arguments(func, args, kwargs))
         else:
             targets = written(func, args, kwargs) + tensors_in((kwargs.get("out"),))

@@ -64,7 +64,7 @@ def test_of_constants_it_is_not_refused(device: torch.device) -> None:
     assert torch.equal(grads, torch.normal(mean, 1.0).sum().expand(2))
 
 
-def test_every_operation_of_the_table_is_seen_or_looked_up() -> None:
+def test_every_operation_of_the_table_is_seen_or_looked_up(device: torch.device) -> None:
     """What torch does not list is called by a name that the table has."""
     unlisted = {
         name: getattr(torch, name)
