@@ -34,6 +34,7 @@ from gradkit._compat.transforms import (
     COMPILED_AUTOGRAD,
     autograd_grad,
     compiled_autograd_disabled,
+    count_function_modes,
     engine_calls,
 )
 from gradkit._compat.undoing import INSIDE, undo_stack
@@ -324,8 +325,9 @@ def inner_grads(
     options = create_graph if retain_graph is None else retain_graph, create_graph
     is_plain = not accumulate and _are_plain(roots, inputs, seeds)
     # Around a function inside of another, gradkit's own code is hidden from modes.
-    modes = with_function_modes() if engine_calls.depth and user_code_may_run() else INSIDE
-    with recompute_hooks() if create_graph else nullcontext(), modes, INSIDE:
+    is_hidden = engine_calls.depth and count_function_modes() and user_code_may_run()
+    modes = with_function_modes() if is_hidden else INSIDE
+    with recompute_hooks() if create_graph else INSIDE, modes, INSIDE:
         try:
             if accumulate:
                 torch.autograd.backward(roots, seeds, *options, inputs=inputs)

@@ -26,7 +26,7 @@ from gradkit._compat.nodes import (
     saved,
 )
 from gradkit._compat.transforms import differentiated, is_transform_tensor
-from gradkit._compat.undoing import INSIDE, undone
+from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
 from gradkit._core.call import Call
 from gradkit._core.graph import Subgraph, nodes_in_order
@@ -48,15 +48,21 @@ def exact(run: Callable[[], R], *modules: nn.Module) -> R:
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or differentiated():
         return run()
     frames, outer, block = checkpoints.frames_waiting(), checked.exact.modules, object()
+    is_left = False
 
-    def leave() -> None:
-        checked.exact.modules = outer
-        recording.leave_block(block)
-
-    with undone(leave):
-        recording.enter_block(block)
-        checked.exact.modules = (*(outer or ()), *modules)
-        out = run()
+    try:
+        try:
+            recording.enter_block(block)
+            checked.exact.modules = (*(outer or ()), *modules)
+            out = run()
+        finally:
+            checked.exact.modules = outer
+            recording.leave_block(block)
+            is_left = True
+    finally:  # again, as `undone` does it: an interrupt may have come in between
+        if not is_left:
+            checked.exact.modules = outer
+            recording.leave_block(block)
     if checkpoints.frames_waiting() > max(frames, 0):
         tensors = [x for x in pytree.tensors(out) if x.requires_grad and not is_transform_tensor(x)]
         nodes = Subgraph(tensors).nodes

@@ -105,9 +105,17 @@ def named_thread() -> Iterator[int]:
     if torch._C._is_key_in_tls(_CALLER) and (around := torch._C._get_obj_in_tls(_CALLER)):
         yield cast("int", around)
         return
-    with undone(_forget_caller):
-        _stash_caller(get_ident())
-        yield get_ident()
+    thread, is_forgotten = get_ident(), False
+    try:
+        try:
+            _stash_caller(thread)
+            yield thread
+        finally:
+            _forget_caller()
+            is_forgotten = True
+    finally:  # again, as `undone` does it: an interrupt may have come in between
+        if not is_forgotten:
+            _forget_caller()
 
 
 def forward_line(node: Node) -> str | None:

@@ -52,7 +52,8 @@ is_differentiated_tensor: Callable[[Tensor], bool] = _functorch.is_gradtrackingt
 # https://github.com/pytorch/pytorch/issues/197867
 forward_mode_on = partial(forward_ad._set_fwd_grad_enabled, True)
 _mode_stack: Any = torch._C
-_depth_of_modes: Callable[[], int] = _mode_stack._len_torch_function_stack
+# How many modes see what this thread calls in Python, also where a block hides it from them.
+count_function_modes: Callable[[], int] = _mode_stack._len_torch_function_stack
 # How many modes see the operators of this thread, in a backward pass, too.
 count_dispatch_modes: Callable[[], int] = _mode_stack._len_torch_dispatch_stack
 # The pack and unpack hooks that saved tensors get at present, if any.
@@ -178,7 +179,7 @@ def is_dual(tensor: Tensor) -> bool:
 
 def function_modes() -> list[TorchFunctionMode]:
     """Return the modes that see what this thread calls, the innermost last."""
-    return [_mode_stack._get_function_stack_at(i) for i in range(_depth_of_modes())]
+    return [_mode_stack._get_function_stack_at(i) for i in range(count_function_modes())]
 
 
 push_mode: Callable[[TorchFunctionMode], None] = _mode_stack._push_on_torch_function_stack
@@ -187,7 +188,7 @@ pop_mode: Callable[[], TorchFunctionMode] = _mode_stack._pop_torch_function_stac
 
 def innermost_mode() -> TorchFunctionMode | None:
     """Return the mode that sees an operation first, if there is one."""
-    depth = _depth_of_modes()
+    depth = count_function_modes()
     return _mode_stack._get_function_stack_at(depth - 1) if depth else None
 
 
@@ -209,7 +210,7 @@ def _change_modes(change: Callable[[list[TorchFunctionMode]], None]) -> None:
     change(modes)
 
     def put() -> None:
-        while _depth_of_modes():
+        while count_function_modes():
             _mode_stack._pop_torch_function_stack()
         for mode in modes:
             _mode_stack._push_on_torch_function_stack(mode)
@@ -418,7 +419,7 @@ def compiled_autograd_disabled() -> AbstractContextManager[Any]:
     """Leave compiled autograd, which can run neither a transform nor hooks that keep something."""
     # Looked up, not imported: a process that has not imported it has not enabled it.
     module: Any = sys.modules.get(COMPILED_AUTOGRAD)
-    return nullcontext() if module is None else module._disable()
+    return INSIDE if module is None else module._disable()
 
 
 def without_default_hooks() -> AbstractContextManager[None]:

@@ -317,7 +317,7 @@ def leave_inference_mode(*, record: bool = False) -> AbstractContextManager[obje
     """Leave inference mode: a gradient made in it could not take part in autograd later [E6]."""
     # With `record`, operations inside are recorded, as a function that is differentiated needs it.
     if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
-        return nullcontext()
+        return INSIDE
     return _left_inference_mode(record)
 
 

@@ -36,6 +36,7 @@ CAPTURED = "_gradkit_captured"  # the attribute of a function of gradkit's: all 
 _MAX_DEPTH = 4
 _MAX_DEPTH_OF_FEW, _FEW = 8, 100  # deeper are methods of objects in containers of objects
 _LIBRARIES = {"gradkit", "gradkit_parity", "torch"}
+_LEAVES = {ModuleType, BuiltinFunctionType, type, str, int, float, bool, type(None), torch.dtype}
 _MAX_LENGTH = 10_000  # a longer container is data, and not searched
 
 
@@ -49,8 +50,12 @@ def captured_by(*functions: object) -> list[CapturedObject]:
         if not new or (depth >= _MAX_DEPTH and len(new) > _FEW):
             break
         seen |= new.keys()
-        captured |= {key: value for key, value in new.items() if _is_captured(value)}
-        level = [part for key in new if key not in captured for part in _contents(new[key])]
+        level = []
+        for key, value in new.items():
+            if _is_captured(value):
+                captured[key] = value
+            elif type(value) not in _LEAVES:
+                level += _contents(value)
     return list(captured.values())
 
 
@@ -66,29 +71,45 @@ def may_compute(value: object) -> bool:
     )
 
 
-def _contents(value: object) -> list[Any]:
-    if isinstance(value, Iterator):  # what the frame of a generator has, or a map
-        return gc.get_referents(value)
-    if isinstance(value, partial):
-        return [value.func, *value.args, *value.keywords.values()]
-    if isinstance(value, MethodType):
-        return [value.__self__, value.__func__]
-    if isinstance(value, FunctionType):
-        if CAPTURED in vars(value):
-            return [vars(value)[CAPTURED]]
+def _contents(value: Any) -> list[Any]:
+    kind = _kind(type(value))
+    if kind is FunctionType:
+        own = value.__dict__
+        if CAPTURED in own:
+            return [own[CAPTURED]]
         # What inspect.getclosurevars reads, in less time. Libraries refer to the caller's objects
         # by closures only.
         of_library = str(value.__module__).partition(".")[0] in _LIBRARIES
         names = () if of_library else _names(value.__code__)
-        read = [value.__globals__[name] for name in names if name in value.__globals__]
-        defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
-        return [*chain.from_iterable(map(cell_contents, value.__closure__ or ())), *read, *defaults]
-    if isinstance(value, Mapping | list | tuple | set | frozenset):
-        items = value.values() if isinstance(value, Mapping) else value
+        read: list[Any] = []
+        for cell in value.__closure__ or ():
+            read += cell_contents(cell)
+        read += [value.__globals__[name] for name in names if name in value.__globals__]
+        return [*read, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    if kind is Iterator:  # what the frame of a generator has, or a map
+        return gc.get_referents(value)
+    if kind is partial:
+        return [value.func, *value.args, *value.keywords.values()]
+    if kind is MethodType:
+        return [value.__self__, value.__func__]
+    if kind is list or kind is Mapping:
+        items = value.values() if kind is Mapping else value
         return list(items) if len(value) <= _MAX_LENGTH else []
-    if isinstance(value, type | BuiltinFunctionType | ModuleType) or not hasattr(value, "__dict__"):
+    if kind is ModuleType or not hasattr(value, "__dict__"):
         return []
     return [*vars(value).values(), *([type(value).__call__] if callable(value) else [])]
+
+
+@lru_cache(maxsize=4096)
+def _kind(cls: type) -> Any:
+    """Return what objects of a class are searched as; `object` for one with attributes."""
+    kinds: tuple[Any, ...] = (Iterator, partial, MethodType, FunctionType, Mapping)
+    kind = next((one for one in kinds if issubclass(cls, one)), None)
+    if kind is None and issubclass(cls, list | tuple | set | frozenset):
+        return list
+    if kind is None and issubclass(cls, type | BuiltinFunctionType | ModuleType):
+        return ModuleType  # which is not searched
+    return kind or object
 
 
 @lru_cache(maxsize=4096)

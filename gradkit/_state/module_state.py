@@ -43,18 +43,26 @@ def alone() -> Iterator[None]:
         return
     with named_thread() as thread, INSIDE:
         block = thread, object()
+        try:
+            try:
+                with _turns_changed:
+                    while _turns and _turns[0][0] != thread:
+                        _turns_changed.wait()
+                    _turns.append(block)
+                yield
+            finally:
+                _end_turn(block)
+        finally:  # again, as `undone` does it: an interrupt may have come in between
+            if block in _turns:
+                _end_turn(block)
 
-        def end() -> None:
-            with _turns_changed:
-                if block in _turns:
-                    _turns.remove(block)
+
+def _end_turn(block: tuple[int, object]) -> None:
+    with _turns_changed:
+        if block in _turns:
+            _turns.remove(block)
+            if not _turns:
                 _turns_changed.notify_all()
-
-        with undone(end):
-            with _turns_changed:
-                _turns_changed.wait_for(lambda: all(one[0] == thread for one in _turns))
-                _turns.append(block)
-            yield
 
 
 _OF_EVERY_MODULE = list(vars(nn.Module()))
@@ -362,13 +370,20 @@ def keeping_state() -> AbstractContextManager[KeptState]:
 
 @contextmanager
 def _new_state(restore: _Restore) -> Iterator[KeptState]:
-    outer = _state_now.get()
-    with undo_stack() as end, undone(partial(_state_now.set, outer)):
-        state = KeptState(end, restore)
-        if outer is not None:
-            state.replaced = outer.replaced
-        _state_now.set(state)
-        yield state
+    outer, end = _state_now.get(), ExitStack()
+    state = KeptState(end, restore)
+    if outer is not None:
+        state.replaced = outer.replaced
+    try:
+        try:
+            _state_now.set(state)
+            yield state
+        finally:
+            _state_now.set(outer)
+            end.close()
+    finally:  # again, as `undone` does it: an interrupt may have come in between
+        _state_now.set(outer)
+        end.close()
 
 
 @contextmanager

@@ -13,14 +13,16 @@ import torch
 from torch import Generator, Tensor, nn
 
 States: TypeAlias = list[tuple[torch.device | Generator, Tensor]]
+_CPU = torch.device("cpu")
 
 
 def states() -> States:
     """Return the states of the default generators: the CPU's, and those of every accelerator."""
     # Of every one, as a function may draw on a device that none of its arguments is on.
-    every = [torch.device("cpu")]
-    kind = torch.accelerator.current_accelerator()
-    if kind is not None and hasattr(module := _module(kind), "get_rng_state"):
+    every, kind = [_CPU], torch.accelerator.current_accelerator()
+    if kind is None:
+        return [(_CPU, torch.get_rng_state())]
+    if hasattr(module := _module(kind), "get_rng_state"):
         every += [torch.device(kind.type, index) for index in range(module.device_count())]
     return states_of(every)
 

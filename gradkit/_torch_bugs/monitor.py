@@ -78,7 +78,7 @@ _FUNCTIONAL = {functional.batch_norm, functional.instance_norm}
 
 # Operations that are none of the table's, and write on nothing: they run as they are.
 _ordinary: set[Any] = set()
-_is_compiling = torch.compiler.is_compiling
+_is_traced = torch.compiler.is_dynamo_compiling
 _MOST_ORDINARY = 10_000  # each module of torch.ops, and each property, has functions of its own
 _active = threading.local()
 
@@ -200,7 +200,7 @@ class OpMonitor(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, unless it has a known bug here."""
         # What torch.cond calls is traced: torch's compiler cannot look up all functions in a set.
-        if self._watch is None or _is_compiling():
+        if self._watch is None or _is_traced():
             if func is Tensor.unflatten:  # it calls `super()`, which torch.compile cannot trace
                 return args[0].unflatten(*args[1:], **(kwargs or {}))
             return self._run(func, args, kwargs)

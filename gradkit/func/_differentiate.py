@@ -7,25 +7,26 @@ runs on variables of eager code: it may do all that eager code may, at half of t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from operator import attrgetter, ne
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradkit._autograd import engine
 from gradkit._checks.eager_graph import refuse_nodes
 from gradkit._checks.recomputations import exact
 from gradkit._compat.autograd import autocast_is_on, without_function_modes
 from gradkit._compat.transforms import engine_calls, is_plain
-from gradkit._compat.undoing import INSIDE, undone
+from gradkit._compat.undoing import INSIDE
 from gradkit._core.call import Losses
 from gradkit._core.graph import Subgraph, leads_to_others
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.params import Grads, Tensors
-from gradkit._core.user_code import functions_alive, hooks_made
+from gradkit._core.user_code import functions_alive, hooks_made, hooks_registered
 from gradkit._torch_bugs.monitor import OpMonitor
 from gradkit.func import _level as levels
 from gradkit.func._arguments import Arguments
@@ -58,31 +59,38 @@ def differentiate(
     outside = Outside(fn, [*arguments.given, kwargs], arguments.variables)
     call = _EagerCall(fn, arguments, kwargs, run, has_aux, option, scalar, monitor, outside)
     before = engine_calls.depth
-    with (
-        undone(partial(_leave, before, engine_calls.own, engine_calls.made)),
-        leave_inference_mode(record=True),
-        torch.enable_grad(),
-        INSIDE,
-    ):
-        engine_calls.depth, engine_calls.made = before + 1, {}
+    leave = partial(_leave, outside, before, engine_calls.own, engine_calls.made)
+    with leave_inference_mode(record=True), INSIDE:
+        enabled = torch.is_grad_enabled()
         try:
-            return named_errors(call.result)
-        finally:
-            outside.is_open = False
-            if autocast_is_on():
-                torch.clear_autocast_cache()
+            try:
+                engine_calls.depth, engine_calls.made = before + 1, {}
+                torch._C._set_grad_enabled(True)
+                return named_errors(call.result)
+            finally:
+                leave(enabled)
+        finally:  # again, as `undone` does it: an interrupt may have come in between
+            if engine_calls.depth > before:
+                leave(enabled)
 
 
-def _leave(depth: int, own: frozenset[int], made: dict[int, Tensor]) -> None:
-    engine_calls.depth, engine_calls.own, engine_calls.made = depth, own, made
+def _leave(
+    outside: Outside, depth: int, own: frozenset[int], made: dict[int, Tensor], enabled: bool
+) -> None:
+    outside.is_open = False
+    torch._C._set_grad_enabled(enabled)
+    if autocast_is_on():
+        torch.clear_autocast_cache()
+    engine_calls.own, engine_calls.made = own, made
     if not depth:
         engine_calls.inside.clear()
+    engine_calls.depth = depth  # last: it tells that all is done
 
 
 def own_code() -> AbstractContextManager[object]:
     """Return a block for gradkit's own code around a call of a function."""
     # In a function of eager code, its monitor would see each attribute of a tensor that is read.
-    return without_function_modes() if is_plain() and engine_calls.depth else nullcontext()
+    return without_function_modes() if engine_calls.depth and is_plain() else INSIDE
 
 
 def _adds_up_right(arguments: Arguments, create_graph: bool | None) -> bool:
@@ -101,12 +109,15 @@ def _variables_for(arguments: Arguments, *, cut: bool) -> Tensors:
     """Return variables of eager code; with `cut`, without the graphs of the arguments."""
     given = arguments.variables
     # Views: what else is computed from a tensor is not computed from the variable.
-    variables = [
-        levels.views_of([x])[0]
-        if x.requires_grad and not cut
-        else (x.clone() if x.is_inference() else x.detach()).requires_grad_()
-        for x in given
-    ]
+    if any(map(Tensor.is_inference, given)) or not (cut or not any(map(_requires_grad, given))):
+        variables = [
+            levels.views_of([x])[0]
+            if x.requires_grad and not cut
+            else (x.clone() if x.is_inference() else x.detach()).requires_grad_()
+            for x in given
+        ]
+    else:
+        variables = [x.detach().requires_grad_() for x in given]
     if any(map(ne, map(_dtype, variables), arguments.dtypes)):
         for tensor, dtype in zip(variables, arguments.dtypes, strict=True):
             if tensor.dtype != dtype:
@@ -119,19 +130,41 @@ class EagerPasses(levels.LevelPasses):
     """Passes of the engine from the losses of one call of a function."""
 
     losses: Sequence[Tensor] = ()
+    runs_users: bool = True  # whether the user's Functions may run in a pass
     kept: bool = False  # whether the results carry a graph
+    _own: set[int] | None = None
     _leads_outside: bool | None = None  # whether the losses do; asked once
+
+    @property
+    def own(self) -> set[int]:
+        """The ids of the leaves of this call: variables, and what the function has made."""
+        if self._own is None:
+            self._own = {*map(id, filter(_is_leaf, self.variables)), *engine_calls.made}
+        return self._own
+
+    def grads(
+        self,
+        outputs: Sequence[Tensor],
+        seeds: Sequence[Tensor | None],
+        variables: Tensors,
+        *,
+        retain: bool,
+    ) -> Grads:
+        """Return the gradients of a weighted sum of outputs, from one engine pass."""
+        is_clean = not (self.runs_users or hooks_registered()) and self.option is not True
+        if is_clean and all(map(_requires_grad, outputs)):
+            weights = [seed for seed in seeds if seed is not None]
+            if not self._keeps(outputs, weights):
+                return engine.transform_grads(
+                    outputs, seeds, variables, retain=retain, create=False
+                )
+        return super().grads(outputs, seeds, variables, retain=retain)
 
     def depends(self, output: Tensor) -> bool:
         """Return whether an output carries a graph, which may be that of a captured tensor."""
         return output.requires_grad
 
-    @cached_property
-    def own(self) -> set[int]:
-        """The ids of the leaves of this call: variables, and what the function has made."""
-        return {*map(id, filter(_is_leaf, self.variables)), *engine_calls.made}
-
-    def _keeps(self, roots: Tensors, weights: Tensors) -> bool:
+    def _keeps(self, roots: Sequence[Tensor], weights: Tensors) -> bool:
         if self.option is not None:
             self.kept |= self.option
             return self.option
@@ -175,11 +208,13 @@ class _EagerCall:
         hooked = hooks_made() > made
         losses, aux = levels.read_returned(returned, has_aux=self.has_aux, scalar=self.scalar)
         del returned
-        facts = self.option, False, self.option is not False, variables, 0, hooked
-        passes = EagerPasses(self.monitor, arguments.path, *facts, losses=losses.leaves)
         if not any(map(_requires_grad, losses.leaves)):
             raise independent(losses.first_paths())
-        if functions_alive().refused:
+        alive = functions_alive()
+        facts = self.option, False, self.option is not False, variables, 0, hooked
+        of_losses: Any = {"losses": losses.leaves, "runs_users": alive.users}
+        passes = EagerPasses(self.monitor, arguments.path, *facts, **of_losses)
+        if alive.refused:
             refuse_nodes(Subgraph(losses.leaves).kinds, "the loss")
         grads = self.run(losses, passes)
         if all(grad is None for part in grads for grad in part):
@@ -198,8 +233,9 @@ class _EagerCall:
         if put_aux_back is not None:
             aux = put_aux_back(values[count:])
         values = list(map(Tensor.clone, values[:count]))
-        every = len(dtypes)
-        grads = [levels.cast_to(dtypes, part) if len(part) == every else part for part in grads]
+        if any(map(ne, map(_dtype, variables), dtypes)):
+            every = len(dtypes)
+            grads = [levels.cast_to(dtypes, part) if len(part) == every else part for part in grads]
         return levels.LevelResult(
             values, losses.spec, grads, aux, passes.refused, is_plain=not passes.kept
         )

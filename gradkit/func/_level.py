@@ -125,7 +125,7 @@ class LevelPasses:
             self.refused = str(error)
         return inner.guarded(partial(run, create=False), create_graph=False)
 
-    def _keeps(self, roots: Tensors, weights: Tensors) -> bool:
+    def _keeps(self, roots: Sequence[Tensor], weights: Tensors) -> bool:
         """Return whether the gradients of a pass from these are to carry a graph."""
         # Without one, what differentiates the gradients would take them for constants.
         if self.option is not None:
