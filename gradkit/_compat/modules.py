@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.amp.grad_scaler import GradScaler, OptState
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer, optimizer
 
-from gradkit._compat.undoing import undone
+from gradkit._compat.undoing import INSIDE, undone
 
 
 def lists_as_torch(kind: type[nn.Module]) -> bool:
@@ -40,7 +40,7 @@ OF_TORCH_NN = frozenset(
 def own_parametrized_values() -> AbstractContextManager[None]:
     """Return what keeps a call's computed weights apart, inside of `parametrize.cached()`."""
     # The cache goes by module and name, whatever the tensors are that it was computed from.
-    return _own_cache() if parametrize._cache_enabled else nullcontext()
+    return _own_cache() if parametrize._cache_enabled else INSIDE
 
 
 @contextmanager

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import lru_cache, partial
-from itertools import chain, islice
-from operator import is_
+from itertools import chain, islice, starmap
+from operator import is_, itemgetter
 from threading import Condition
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -71,10 +71,14 @@ _HOOK_TABLES = [name for name in _OF_EVERY_MODULE if name.endswith("hooks")]
 _TABLES = ["_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"]
 _CONTAINERS = frozenset({list, dict, OrderedDict, defaultdict, Counter, set, deque})
 _LIBRARIES = frozenset({"torch", "numpy", "gradkit", "gradkit_parity", *sys.stdlib_module_names})
+# What an attribute of these types holds is no state: a snapshot passes over it.
+_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
 _DEPTH, _LONGEST = 5, 10_000  # what is longer is data, and no state
 LARGEST_STATE = 1 << 16  # elements of a tensor; a larger one is data, too
 
 _Attributes: TypeAlias = list[tuple[str, Any]]
+# The name of a part, its attributes, and what they were.
+_Changed: TypeAlias = list[tuple[str, dict[str, Any], dict[str, Any]]]
 
 
 @lru_cache(maxsize=4096)
@@ -157,14 +161,15 @@ class ModuleSnapshot:
     def __init__(self, module: nn.Module, *, hooks: bool = False) -> None:
         self.module = module
         self.parts = list(module.named_modules())  # it and all below, once, by the first name
-        self._attributes = [(vars(part), vars(part).copy()) for _, part in self.parts]
-        self._params = [dict(part._parameters) for _, part in self.parts]
-        self._tables = _Containers(self._attributes, _TABLES)
-        self._hooks = _Containers(self._attributes, _HOOK_TABLES if hooks else [])
+        self._own = [vars(part) for _, part in self.parts]
+        self._copies = [*map(dict.copy, self._own)]
+        self._tables = _Containers(self._own, _TABLES)
+        self._hooks = _Containers(self._own, _HOOK_TABLES) if hooks else None
         own = list(self._own_attributes())
         self.generators = [x for _, x in own if type(x) is Generator]
         every = list(_reachable(own))
         self._kept = [(x, x.copy()) for _, x in every if not isinstance(x, Tensor | tuple)]
+        self.has_containers = bool(self._kept)  # whose contents may change
         # The tensors in attributes that not every module has, by id, with their paths.
         self.tensors = {id(x): (path, x) for path, x in every if isinstance(x, Tensor)}
         is_plain = not (transforms() or rng.is_capturing())  # a copy would be of a transform
@@ -174,25 +179,37 @@ class ModuleSnapshot:
 
     def _own_attributes(self) -> Iterator[tuple[str, Any]]:
         """Yield the attributes of the parts that not every module has, with their paths."""
-        last = len(_OF_EVERY_MODULE) - 1
-        for name, part in self.parts:
-            attributes, prefix = vars(part), f"module.{name}." if name else "module."
+        for (name, _), attributes in zip(self.parts, self._own, strict=True):
+            own = {}  # the last first
+            for key in reversed(attributes):
+                if key == _OF_EVERY_MODULE[-1]:
+                    break
+                own[key] = attributes[key]
             # As long as its constructor begins with that of nn.Module, its own come last.
-            if next(islice(attributes, last, None), None) == _OF_EVERY_MODULE[last]:
-                for key, x in islice(attributes.items(), last + 1, None):
-                    yield prefix + key, x
-            else:
-                yield from (
-                    (prefix + key, x) for key, x in attributes.items() if key not in _TORCHS
-                )
-
-    def new_attributes(self) -> Iterator[tuple[str, dict[str, Any], str]]:
-        """Yield the attributes that are other objects now: path, table and key."""
-        for (name, _), (attributes, copy) in zip(self.parts, self._attributes, strict=True):
-            if not _is_same_table(attributes, copy):
+            if len(own) + len(_OF_EVERY_MODULE) != len(attributes):
+                own = {k: x for k, x in reversed(attributes.items()) if k not in _TORCHS}
+            if not _PLAIN.issuperset(map(type, own.values())):
                 prefix = f"module.{name}." if name else "module."
-                new = [key for key, x in attributes.items() if copy.get(key) is not x]
-                yield from ((prefix + key, attributes, key) for key in new)
+                yield from ((prefix + key, own[key]) for key in reversed(own))
+
+    def new_attributes(
+        self, changed: _Changed | None = None
+    ) -> Iterator[tuple[str, dict[str, Any], str]]:
+        """Yield the attributes that are other objects now: path, table and key."""
+        for name, attributes, copy in self.changed() if changed is None else changed:
+            prefix = f"module.{name}." if name else "module."
+            new = [key for key, x in attributes.items() if copy.get(key) is not x]
+            yield from ((prefix + key, attributes, key) for key in new)
+
+    def changed(self) -> _Changed:
+        """Return the names of those parts that have other attributes, these, and what they were."""
+        own, copies = self._own, self._copies
+        if [*map(len, own)] == [*map(len, copies)]:  # all at once: most calls change none
+            values, before = (chain.from_iterable(map(dict.values, x)) for x in (own, copies))
+            if all(map(is_, values, before)):
+                return []
+        every = zip(self.parts, own, copies, strict=True)
+        return [(name, x, y) for (name, _), x, y in every if not _is_same_table(x, y)]
 
     def own(self) -> Iterator[Tensor]:
         """Yield the parameters, buffers and other tensors that it had."""
@@ -204,9 +221,9 @@ class ModuleSnapshot:
     def is_still_right(self) -> bool:
         """Return whether all is as it was, but for hooks: another snapshot would say the same."""
         return (
-            all(_is_same_table(*pair) for pair in self._attributes)
-            and all(_is_same(*pair) for pair in chain(self._tables.filled, self._kept))
-            and not any(self._tables.empty)
+            not self.changed()
+            and self._tables.are_same()
+            and all(_is_same(*pair) for pair in self._kept)
             and self._values.is_unchanged()
         )
 
@@ -217,67 +234,84 @@ class ModuleSnapshot:
 
     def replaced_params(self) -> Iterator[Tensor]:
         """Yield the parameters in whose place the parts have others now."""
-        for (_, part), before in zip(self.parts, self._params, strict=True):
-            now = part._parameters
-            yield from (x for k, x in before.items() if x is not None and now.get(k) is not x)
+        before = {id(table): copy for table, copy in self._tables.filled}
+        for own, copy in zip(self._own, self._copies, strict=True):
+            now, params = own["_parameters"], before.get(id(copy["_parameters"]), {})
+            yield from (x for k, x in params.items() if x is not None and now.get(k) is not x)
 
     @contextmanager
     def of_call(self) -> Iterator[None]:
         """Put back what torch keeps in modules after a block, and the rest, too, if it raises."""
-        with undone(self._restore_tables):
+        is_restored = False
+        try:
             try:
                 yield
             except BaseException:
                 self.restore_kept()
                 raise
+            finally:
+                self._restore_tables()
+                is_restored = True
+        finally:  # again, as `undone` does it: an interrupt may have come in between
+            if not is_restored:
+                self._restore_tables()
 
     def restore(self) -> None:
         """Put back all that has changed."""
-        for attributes, copy in self._attributes:
-            if not _is_same_table(attributes, copy):
-                _restore(attributes, copy)
+        for _, attributes, copy in self.changed():
+            _restore(attributes, copy)
         self._restore_tables()
-        self._hooks.restore()
+        if self._hooks is not None:
+            self._hooks.restore()
         self.restore_kept()
 
     def _restore_tables(self) -> None:
         """Put back what torch keeps in every module: parameters, buffers, parts, the mode."""
-        for attributes, copy in self._attributes:
-            if not _is_same_table(attributes, copy):
-                attributes.update({name: copy[name] for name in _OF_EVERY_MODULE if name in copy})
+        for _, attributes, copy in self.changed():
+            attributes.update({name: copy[name] for name in _OF_EVERY_MODULE if name in copy})
         self._tables.restore()
 
     def restore_kept(self) -> None:
         """Put back what else is in attributes."""
-        for attributes, copy in self._attributes:
-            if not _is_same_table(attributes, copy):
-                own = {name: x for name, x in attributes.items() if name in _TORCHS}
-                _restore(attributes, copy | own)
+        for _, attributes, copy in self.changed():
+            own = {name: x for name, x in attributes.items() if name in _TORCHS}
+            _restore(attributes, copy | own)
         for container, copy in self._kept:
             _restore(container, copy)
         self._values.restore(by_version=True)  # a device need not be waited for
-        for _, part in self.parts:
-            own = part._buffers
-            ended = [k for k, x in own.items() if x is not None and is_of_ended_transform(x)]
-            own.update({key: without_ended_levels(own[key]) for key in ended})
+        for buffers in filter(None, [own["_buffers"] for own in self._own]):
+            ended = [k for k, x in buffers.items() if x is not None and is_of_ended_transform(x)]
+            buffers.update({key: without_ended_levels(buffers[key]) for key in ended})
 
 
 class _Containers:
     """The tables of these names in the attributes of some modules, and what they hold."""
 
-    def __init__(self, attributes: Iterable[tuple[Any, Any]], names: Sequence[str]) -> None:
-        tables = [own[name] for own, _ in attributes for name in names if name in own]
-        known = [x for x in tables if type(x) in _CONTAINERS]
-        self.filled = [(x, x.copy()) for x in known if x]
-        self.empty = [x for x in known if not x]
+    def __init__(self, attributes: Iterable[dict[str, Any]], names: Sequence[str]) -> None:
+        try:
+            tables = [*chain.from_iterable(map(itemgetter(*names), attributes))]
+        except KeyError:  # a module without all of them: one that was pickled by an older torch
+            tables = [own[name] for own in attributes for name in names if name in own]
+        if not _CONTAINERS.issuperset(map(type, tables)):
+            tables = [x for x in tables if type(x) in _CONTAINERS]
+        self._tables = tables
+        self.filled = [(x, x.copy()) for x in filter(None, tables)]
+
+    def are_same(self) -> bool:
+        """Return whether each holds what it held."""
+        now = [*filter(None, self._tables)]
+        return len(now) == len(self.filled) and all(starmap(_is_same, self.filled))
 
     def restore(self) -> None:
         """Put back what has changed."""
         for container, copy in self.filled:
             if not _is_same(container, copy):
                 _restore(container, copy)
-        for container in filter(None, self.empty):
-            container.clear()
+        if len(now := [*filter(None, self._tables)]) > len(self.filled):
+            filled = {id(container) for container, _ in self.filled}
+            for container in now:
+                if id(container) not in filled:
+                    container.clear()
 
 
 def _is_same_table(now: dict[str, Any], copy: dict[str, Any]) -> bool:
@@ -298,10 +332,11 @@ def _restore(container: Any, copy: Any) -> None:
 
 
 def _is_same(container: Any, copy: Any) -> bool:
-    if isinstance(container, set):
+    if isinstance(container, dict):
+        if not all(map(is_, container.values(), copy.values())):
+            return False
+    elif isinstance(container, set):
         return bool(container == copy)
-    if isinstance(container, dict) and not all(map(is_, container.values(), copy.values())):
-        return False
     return len(container) == len(copy) and all(map(is_, container, copy))
 
 
@@ -340,10 +375,13 @@ class KeptState:
         known = self.snapshots[id(module)]
         return known if known.is_still_right() else ModuleSnapshot(module)
 
-    def note(self, snapshot: ModuleSnapshot, params: list[Tensor]) -> None:
+    def note(self, snapshot: ModuleSnapshot, params: list[Tensor], changed: _Changed) -> None:
         """Note what a call with these parameters has left in a module; forget what is gone."""
         before, key = snapshot.tensors, id(snapshot.module)
-        made, now = self.made.get(key, {}), snapshot.tensors_now()
+        made = self.made.get(key, {})
+        if not (changed or made or snapshot.has_containers):
+            return
+        now = snapshot.tensors_now()
         left = {k: (x, params) for k, (_, x) in now.items() if k not in before}
         self.made[key] = left | {k: made[k] for k in made.keys() & now.keys()}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -14,7 +14,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from gradkit._compat.transforms import transforms
-from gradkit._compat.undoing import undo_stack, undone
+from gradkit._compat.undoing import INSIDE, undo_stack, undone
 from gradkit._core.user_code import CapturedObject, captured_by
 from gradkit._state import rng
 from gradkit._state.grad_attribute import grad_dtypes_put_back, grads_put_back
@@ -79,10 +79,16 @@ def put_back(*functions: object) -> Iterator[None]:
         if not captured:  # errors of torch.func put back the state of the default generators
             yield
             return
-        new = [state.add(module, hooks=True) for module in unscripted(captured)]
+        modules = unscripted(captured)
+        new = [state.add(module, hooks=True) for module in modules]
         stale = stale_reads_refused(filter(None, new), state=state)
-        with stale, _put_back_on_error(captured, new):
-            yield
+        restore = _restoring(captured, modules, new)
+        with stale, INSIDE:
+            try:
+                yield
+            except BaseException:
+                restore()
+                raise
 
 
 @contextmanager
@@ -92,31 +98,27 @@ def put_back_on_error(*functions: object) -> Iterator[None]:
         yield
         return
     captured = captured_by(*functions)
-    with _put_back_on_error(captured, [None for _ in unscripted(captured)]):
-        yield
-
-
-@contextmanager
-def _put_back_on_error(
-    captured: list[CapturedObject], known: Iterable[ModuleSnapshot | None]
-) -> Iterator[None]:
-    # A transform around refuses writes on what is outside, or has copies made.
-    if transforms() or rng.is_capturing():
-        yield
-        return
-    pairs = zip(unscripted(captured), known, strict=True)
-    with alone():
-        restore = _restoring(captured, [one or ModuleSnapshot(m, hooks=True) for m, one in pairs])
+    modules = unscripted(captured)
+    restore = _restoring(captured, modules, [None] * len(modules))
     try:
         yield
     except BaseException:
-        with alone():
-            restore()
+        restore()
         raise
 
 
-def _restoring(captured: list[CapturedObject], snapshots: list[ModuleSnapshot]) -> Any:
+def _restoring(
+    captured: list[CapturedObject],
+    modules: list[nn.Module],
+    known: Sequence[ModuleSnapshot | None],
+) -> Callable[[], None]:
     """Return what puts back buffers, attributes, hooks, modes, small tensors, random states."""
+    # A transform around refuses writes on what is outside, or has copies made.
+    if transforms() or rng.is_capturing():
+        return _do_nothing
+    pairs = zip(modules, known, strict=True)
+    with alone() if None in known else INSIDE, INSIDE:  # a state that knows them is alone
+        snapshots = [one or ModuleSnapshot(module, hooks=True) for module, one in pairs]
     parts = [part for snapshot in snapshots for _, part in snapshot.parts]
     params = [x for part in parts for x in part._parameters.values() if x is not None]
     buffers = chain.from_iterable(part._buffers.values() for part in parts)
@@ -130,20 +132,25 @@ def _restoring(captured: list[CapturedObject], snapshots: list[ModuleSnapshot]) 
     )
 
     def restore() -> None:
-        for snapshot in snapshots:
-            snapshot.restore()
-        tensors.restore()
-        for param, requires_grad in zip(params, frozen, strict=True):
-            if param.requires_grad != requires_grad:
-                param.requires_grad_(requires_grad)
-        rng.restore(states)
+        with alone():
+            for snapshot in snapshots:
+                snapshot.restore()
+            tensors.restore()
+            for param, requires_grad in zip(params, frozen, strict=True):
+                if param.requires_grad != requires_grad:
+                    param.requires_grad_(requires_grad)
+            rng.restore(states)
 
     return restore
 
 
+def _do_nothing() -> None:
+    pass
+
+
 def unscripted(captured: Iterable[CapturedObject]) -> list[nn.Module]:
     """Return the modules among some objects, without those whose state torch.jit keeps."""
-    modules = (x for x in captured if isinstance(x, nn.Module))
+    modules = [x for x in captured if isinstance(x, nn.Module)]
     return [x for x in modules if not isinstance(x, torch.jit.ScriptModule)]
 
 

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from operator import is_not
 from typing import Any, TypeAlias
 
@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradkit._compat.dynamo import leave_uncompiled
 from gradkit._compat.transforms import is_of_ended_transform, varies
+from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
 from gradkit._core.graph import Subgraph
 from gradkit._state.copy_on_write import tensors_in
@@ -67,6 +68,8 @@ def stale_reads_refused(
     # In a `state`, calls have made some tensors, with params that need not be the `given` ones.
     # Others are from before it, or have `substitutes`, by id.
     every = list(snapshots)
+    if not any(one.tensors for one in every):
+        return INSIDE
     of_modules = {} if state is None else state.made
     made = {k: x for one in every for k, x in of_modules.get(id(one.module), {}).items()}
     left = {key: pair for one in every for key, pair in one.tensors.items()}
@@ -86,7 +89,7 @@ def stale_reads_refused(
             return bool(replaced) and tensor.requires_grad
         return not replaced.isdisjoint(Subgraph([tensor]).leaves)
 
-    return _StaleReads(kept, is_stale) if kept else nullcontext()
+    return _StaleReads(kept, is_stale) if kept else INSIDE
 
 
 def _is_of_a_pass(tensor: Tensor) -> bool:

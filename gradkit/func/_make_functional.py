@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias, cast
@@ -148,7 +147,7 @@ def _run_on(
     module: nn.Module, given: Named, new: Named, replaced: Named, run: _Run, by_torch: _Run
 ) -> tuple[Any, Named]:
     """Return what a module returns for these tensors, put in place, and its buffers after it."""
-    own: Any = nullcontext()
+    own: Any = INSIDE
     if new and BATCH in transforms():  # a buffer that is written on is as batched as what it gets
         memory = {memory_of(buffer) for buffer in new.values()}
         own = CopyOnWriteMode(CopyOnWrite(lambda tensor: memory_of(tensor) in memory))
@@ -171,24 +170,28 @@ def _run_on(
             result: tuple[Any, Named] = out, after
             if isinstance(own, CopyOnWriteMode):
                 result = own.writes.values(result)
+        changed = snapshot.changed()
         if replaced:
-            _refuse_later(out, snapshot, replaced)
+            _refuse_later(out, snapshot, changed, replaced)
         if around is not None:
-            state.note(snapshot, tensors)
+            state.note(snapshot, tensors, changed)
         return result
 
 
-def _refuse_later(out: Any, snapshot: ModuleSnapshot, replaced: Named) -> None:
+def _refuse_later(out: Any, snapshot: ModuleSnapshot, changed: Any, replaced: Named) -> None:
     """Raise if what a module has returned, or kept, would compute with its own parameters later."""
     leaves, spec = pytree.flatten(out)
-    values = [(pytree.path(spec, i, "out"), x) for i, x in enumerate(leaves) if may_compute(x)]
-    for path, table, key in snapshot.new_attributes():
+    later = [i for i, x in enumerate(leaves) if type(x) is not Tensor and may_compute(x)]
+    values = [(pytree.path(spec, i, "out"), leaves[i]) for i in later]
+    for path, table, key in snapshot.new_attributes(changed):
         value = table[key]
         inside = () if isinstance(value, Tensor) else pytree.flatten(value)[0]
         parts = (x for x in inside if not isinstance(x, nn.Module))  # a list of them computes not
         values += [(path, x) for x in parts if may_compute(x)]
+    if not values:
+        return
     # A checkpoint around has put others in the place of the module's own.
-    now = snapshot.module.named_parameters() if values else ()
+    now = snapshot.module.named_parameters()
     own = {id(x) for name, x in now if name in replaced} | set(map(id, replaced.values()))
     for path, value in values:
         modules = (x for x in captured_by(value) if isinstance(x, nn.Module))
