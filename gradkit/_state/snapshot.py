@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -119,12 +118,11 @@ def _restoring(
     pairs = zip(modules, known, strict=True)
     with alone() if None in known else INSIDE, INSIDE:  # a state that knows them is alone
         snapshots = [one or ModuleSnapshot(module, hooks=True) for module, one in pairs]
-    parts = [part for snapshot in snapshots for _, part in snapshot.parts]
-    params = [x for part in parts for x in part._parameters.values() if x is not None]
-    buffers = chain.from_iterable(part._buffers.values() for part in parts)
+    params = [x for one in snapshots for x in one.now_in("_parameters")]
+    written = [x for one in snapshots for x in one.now_in("_buffers")]
     # A larger tensor that a function refers to, and that no module has for a buffer, is no state.
     small = (x for x in captured if isinstance(x, Tensor) and x.numel() <= LARGEST_STATE)
-    written = [*(x for x in buffers if x is not None), *(x for x in small if not x.requires_grad)]
+    written += [x for x in small if not x.requires_grad]
     tensors, frozen = TensorState(written), [x.requires_grad for x in params]
     states = rng.states() + rng.states_of(
         [x for x in captured if type(x) is Generator]

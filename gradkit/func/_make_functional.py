@@ -157,7 +157,7 @@ def _run_on(
         tensors = list(given.values())
         stale = stale_reads_refused([snapshot], state=state, given=tensors)
         state.replaced |= set(map(id, replaced.values()))
-        with snapshot.of_call():
+        with snapshot.of_call() as changed:
             guard = ReadOnly(given.values(), replaced.values())
             with guard, stale, own, own_parametrized_values(), INSIDE:
                 slots = TensorSlots(snapshot.parts)
@@ -170,7 +170,6 @@ def _run_on(
             result: tuple[Any, Named] = out, after
             if isinstance(own, CopyOnWriteMode):
                 result = own.writes.values(result)
-        changed = snapshot.changed()
         if replaced:
             _refuse_later(out, snapshot, changed, replaced)
         if around is not None:
