@@ -313,6 +313,10 @@ def inner_grads(
 ) -> list[Tensor | None]:
     """Return the gradients of outputs with respect to inputs; outputs without a graph add none."""
     # With `accumulate`, the inputs are leaves of gradkit's own, to whose `.grad` the pass adds.
+    # While torch.compile traces, the gradients of inputs that are not reached are zeros.
+    if torch.compiler.is_compiling():
+        options = {"retain_graph": retain_graph, "create_graph": create_graph}
+        return list(autograd_grad(outputs, inputs, cotangents, **options))
     seeds = [None] * len(outputs) if cotangents is None else cotangents
     pairs = [
         (output, seed)
@@ -327,7 +331,8 @@ def inner_grads(
     # Around a function inside of another, gradkit's own code is hidden from modes.
     is_hidden = engine_calls.depth and count_function_modes() and user_code_may_run()
     modes = with_function_modes() if is_hidden else INSIDE
-    with recompute_hooks() if create_graph else INSIDE, modes, INSIDE:
+    recomputing = recompute_hooks() if create_graph else INSIDE
+    with compiled_autograd_disabled(), recomputing, modes, INSIDE:
         try:
             if accumulate:
                 torch.autograd.backward(roots, seeds, *options, inputs=inputs)
@@ -357,23 +362,6 @@ def _are_plain(roots: Sequence[Tensor], inputs: Sequence[Any], seeds: Sequence[A
         root.numel() == 1 and not root.is_complex() if seed is None else seed.shape == root.shape
         for root, seed in zip(roots, seeds, strict=True)
     )
-
-
-def transform_grads(
-    outputs: Sequence[Tensor],
-    seeds: Sequence[Tensor | None],
-    variables: Sequence[Tensor],
-    *,
-    retain: bool,
-    create: bool,
-) -> list[Tensor | None]:
-    """Return each variable's gradient, or None if unreached (zeros while torch.compile traces)."""
-    cotangents = [seed for seed in seeds if seed is not None] or None  # all of them, or none
-    options = {"retain_graph": retain, "create_graph": create}
-    if torch.compiler.is_compiling():
-        return list(autograd_grad(outputs, variables, cotangents, **options))
-    with compiled_autograd_disabled():
-        return inner_grads(outputs, variables, cotangents, **options)
 
 
 def vmapped_grads(

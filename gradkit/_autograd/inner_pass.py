@@ -6,7 +6,6 @@ Its guards are those of `PassRunner`, without what is around an eager call.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -31,7 +30,7 @@ from gradkit._checks.modified_tensors import (
     variables_to_copy_inside,
 )
 from gradkit._compat.transforms import unbatched
-from gradkit._compat.undoing import undo_stack
+from gradkit._compat.undoing import INSIDE, undo_stack
 from gradkit._core import user_code
 from gradkit._core.graph import Subgraph
 from gradkit._core.user_code import functions_alive, hooks_registered, user_code_may_run
@@ -54,29 +53,27 @@ class InnerPass:
         self, roots: Sequence[Tensor], *, create_graph: bool = False, retain_graph: bool = False
     ) -> list[Tensor | None]:
         """Return the gradient of the roots by each variable."""
-        options = {"create_graph": create_graph, "retain_graph": retain_graph or create_graph}
+        retain = retain_graph or create_graph
 
         def run(edges: Sequence[Any] = (), keep: bool = False) -> list[Tensor | None]:
-            inputs = [*self.variables, *edges]
-            options["retain_graph"] |= keep
-            return engine.inner_grads(roots, inputs, self.cotangents or None, **options)
+            given = roots, [*self.variables, *edges], self.cotangents or None
+            return engine.inner_grads(*given, create_graph=create_graph, retain_graph=retain | keep)
 
-        if hooks_registered() and (create_graph or any_changed_gradients()):
-            where, variables = (lambda: self.where), self.variables
-            watched = partial(watched_pass, run, where, self.below, variables)
-            return self.guarded(
-                partial(watched, create_graph=create_graph), create_graph=create_graph
-            )
         return self.guarded(run, create_graph=create_graph)
 
     def guarded(
-        self, run: Callable[[], list[Tensor | None]], *, create_graph: bool
+        self, run: Callable[..., list[Tensor | None]], *, create_graph: bool, watch: bool = True
     ) -> list[Tensor | None]:
         """Return the gradients of `run`, which is the pass; raise if the user's code spoils one."""
-        formulas = differentiated_by_formula(self.below) if create_graph else nullcontext()
+        # `run(edges, keep)` captures at edges of the graph, too, and keeps it, if there is a watch
+        # on hooks that change gradients.
+        formulas = differentiated_by_formula(self.below) if create_graph else INSIDE
         if not user_code_may_run():
             with formulas:
                 return run()
+        if watch and hooks_registered() and (create_graph or any_changed_gradients()):
+            given = run, lambda: self.where, self.below, self.variables
+            run = partial(watched_pass, *given, create_graph=create_graph)
         before = _writes_before(self.cotangents)
         with undo_stack() as stack:
             stack.enter_context(formulas)

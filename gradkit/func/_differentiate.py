@@ -155,9 +155,7 @@ class EagerPasses(levels.LevelPasses):
         if is_clean and all(map(_requires_grad, outputs)):
             weights = [seed for seed in seeds if seed is not None]
             if not self._keeps(outputs, weights):
-                return engine.transform_grads(
-                    outputs, seeds, variables, retain=retain, create=False
-                )
+                return engine.inner_grads(outputs, variables, weights or None, retain_graph=retain)
         return super().grads(outputs, seeds, variables, retain=retain)
 
     def depends(self, output: Tensor) -> bool:

@@ -21,7 +21,6 @@ from torch.func import vjp
 from gradkit._autograd import engine
 from gradkit._autograd.inner_pass import InnerPass
 from gradkit._checks.higher_derivatives import refuse_wrong_derivative
-from gradkit._checks.hooks_in_passes import any_changed_gradients, watched_pass
 from gradkit._compat import transforms as torch_func
 from gradkit._compat.transforms import (
     TensorLists,
@@ -37,7 +36,7 @@ from gradkit._core.graph import Subgraph
 from gradkit._core.ownership import PLAIN_TYPES, leave_inference_mode
 from gradkit._core.params import Grads, Tensors
 from gradkit._core.pytree import PyTree, Structure
-from gradkit._core.user_code import functions_alive, hooks_made, hooks_registered, user_functions
+from gradkit._core.user_code import functions_alive, hooks_made, user_functions
 from gradkit._torch_bugs.monitor import OpMonitor, active_monitors
 from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError, describe, message
 from gradkit.func._arguments import Arguments, copied
@@ -87,43 +86,39 @@ class LevelPasses:
         pairs = [p for p in zip(outputs, seeds, strict=True) if self.depends(p[0])]
         roots, cotangents = [output for output, _ in pairs], [seed for _, seed in pairs]
 
-        def run(*, create: bool, edges: Sequence[Any] = (), keep: bool = False) -> Grads:
-            # With a graph, the pass may be refused, and run again without.
-            inputs, keep = [*variables, *edges], keep or retain or create
-            return engine.transform_grads(roots, cotangents, inputs, retain=keep, create=create)
-
         weights = [seed for seed in cotangents if seed is not None]
+
+        def run(create: bool, edges: Sequence[Any] = (), keep: bool = False) -> Grads:
+            # With a graph, the pass may be refused, and run again without.
+            keep |= retain | create
+            given = roots, [*variables, *edges], weights or None
+            return engine.inner_grads(*given, create_graph=create, retain_graph=keep)
+
         return self.guarded(run, roots, weights, variables)
 
     def guarded(
         self, run: Callable[..., Grads], roots: Tensors, weights: Tensors, variables: Tensors
     ) -> Grads:
-        """Return the gradients of the pass `run(create=...)`, if they are right."""
+        """Return the gradients of the pass `run(create_graph)`, if they are right."""
         keep = self._keeps(roots, weights)
         if self.level is None:
-            return run(create=keep)
+            return run(keep)
         below = Subgraph(roots)
         inner = InnerPass("the loss", self.path, variables, below, weights)
         if not keep and self._may_reach_outside(below):
             with undone(partial(setattr, engine_calls, "is_tentative", False)):
                 engine_calls.is_tentative = True
-                grads = inner.guarded(partial(run, create=True), create_graph=False)
+                grads = inner.guarded(partial(run, True), create_graph=False, watch=False)
             return self._looked_at(grads)
         if keep:
             keep = self._check_derivative(below, variables)
-        one = partial(run, create=keep)
-        # A hook may cut what it returns off what it was given. The pull of a vjp has no edges.
-        if hooks_registered() and self.level != -1 and (keep or any_changed_gradients()):
-            of_edges = lambda edges, again: run(create=keep, edges=edges, keep=again)  # noqa: E731
-            given = of_edges, lambda: "the loss", below, variables
-            one = partial(watched_pass, *given, create_graph=keep)
-        try:
-            return inner.guarded(one, create_graph=keep)
+        try:  # the pull of a vjp has no edges to watch
+            return inner.guarded(partial(run, keep), create_graph=keep, watch=self.level != -1)
         except UnsupportedGraphError as error:
             if not keep or self.option or self.in_transform:
                 raise
             self.refused = str(error)
-        return inner.guarded(partial(run, create=False), create_graph=False)
+        return inner.guarded(partial(run, False), create_graph=False, watch=False)
 
     def _keeps(self, roots: Sequence[Tensor], weights: Tensors) -> bool:
         """Return whether the gradients of a pass from these are to carry a graph."""
