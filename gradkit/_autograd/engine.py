@@ -315,8 +315,9 @@ def inner_grads(
     # With `accumulate`, the inputs are leaves of gradkit's own, to whose `.grad` the pass adds.
     # While torch.compile traces, the gradients of inputs that are not reached are zeros.
     if torch.compiler.is_compiling():
-        options = {"retain_graph": retain_graph, "create_graph": create_graph}
-        return list(autograd_grad(outputs, inputs, cotangents, **options))
+        traced: Any = {"retain_graph": retain_graph, "create_graph": create_graph}
+        given: Any = cotangents
+        return list(autograd_grad(outputs, inputs, given, **traced))
     seeds = [None] * len(outputs) if cotangents is None else cotangents
     pairs = [
         (output, seed)
@@ -338,11 +339,9 @@ def inner_grads(
                 torch.autograd.backward(roots, seeds, *options, inputs=inputs)
                 return [x.grad for x in inputs]
             if is_plain:
-                given = [
-                    torch.ones_like(x) if s is None else s
-                    for x, s in zip(roots, seeds, strict=True)
-                ]
-                return list(run_engine(roots, tuple(given), *options, tuple(inputs), True))
+                both = zip(roots, seeds, strict=True)
+                filled = tuple([torch.ones_like(x) if s is None else s for x, s in both])
+                return list(run_engine(roots, filled, *options, tuple(inputs), True))
             return list(torch.autograd.grad(roots, inputs, seeds, *options, allow_unused=True))
         except RuntimeError as error:
             refuse_checkpoint_error(error, "a loss", roots)

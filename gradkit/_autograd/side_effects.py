@@ -13,7 +13,7 @@ from torch.autograd.graph import Node
 from gradkit._autograd.arrival_copies import copied_on_arrival, memory_address
 from gradkit._compat.autograd import current_pass, post_accumulate_hooks
 from gradkit._compat.nodes import output_shape
-from gradkit._compat.undoing import undo_stack, undone
+from gradkit._compat.undoing import INSIDE, undo_stack, undone
 from gradkit._core.call import Grads
 from gradkit._core.graph import metadata
 from gradkit._core.ownership import PLAIN_TYPES
@@ -72,7 +72,7 @@ class WrittenGrads:
         grad: Any = leaf.grad
         before = grad.detach().clone()
         value = undone(lambda: grad.detach().copy_(before))
-        with undone(partial(set_grad, leaf, grad)), value:
+        with undone(partial(set_grad, leaf, grad)), value, INSIDE:
             self._versions[id(leaf)] = grad.detach().zero_()._version
             yield
 

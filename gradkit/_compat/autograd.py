@@ -66,6 +66,8 @@ without_torch_function: Callable[[], AbstractContextManager[object]] = (
 is_batch: Callable[[Any], bool] = torch._C._functorch.is_legacy_batchedtensor
 # Let no TorchFunctionMode see what is called in a block. Run on torch 2.13.
 without_function_modes: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunction
+# Whether operations are recorded from now on, without the block that torch's public one makes.
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 # Whether autocast is on, for any device: it keeps a copy of each leaf that it casts until it ends.
 autocast_is_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
 # Let them see it again, inside of such a block.
@@ -146,13 +148,13 @@ def run_without_grad(calls: Iterable[Callable[[], object]]) -> None:
     before = torch.is_grad_enabled()
     try:
         try:
-            torch._C._set_grad_enabled(False)
+            set_grad_enabled(False)
             for call in calls:
                 call()
         finally:
-            torch._C._set_grad_enabled(before)
+            set_grad_enabled(before)
     finally:  # again, as `undone` does it: an interrupt may have come in between
-        torch._C._set_grad_enabled(before)
+        set_grad_enabled(before)
 
 
 @cache

@@ -101,7 +101,7 @@ def _contents(value: Any) -> list[Any]:
 
 
 @lru_cache(maxsize=4096)
-def _kind(cls: type) -> Any:
+def _kind(cls: Any) -> Any:
     """Return what objects of a class are searched as; `object` for one with attributes."""
     kinds: tuple[Any, ...] = (Iterator, partial, MethodType, FunctionType, Mapping)
     kind = next((one for one in kinds if issubclass(cls, one)), None)

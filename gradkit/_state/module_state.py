@@ -24,7 +24,7 @@ from gradkit._compat.transforms import (
     transforms,
     without_ended_levels,
 )
-from gradkit._compat.undoing import INSIDE, undo_stack, undone
+from gradkit._compat.undoing import INSIDE, undone
 from gradkit._state import rng
 
 # The blocks of the one thread whose turn it is, with its number. The engine's threads take the turn

@@ -107,9 +107,7 @@ def put_back_on_error(*functions: object) -> Iterator[None]:
 
 
 def _restoring(
-    captured: list[CapturedObject],
-    modules: list[nn.Module],
-    known: Sequence[ModuleSnapshot | None],
+    captured: list[CapturedObject], modules: list[nn.Module], known: Sequence[ModuleSnapshot | None]
 ) -> Callable[[], None]:
     """Return what puts back buffers, attributes, hooks, modes, small tensors, random states."""
     # A transform around refuses writes on what is outside, or has copies made.

@@ -19,7 +19,7 @@ from torch import Tensor
 from gradkit._autograd import engine
 from gradkit._checks.eager_graph import refuse_nodes
 from gradkit._checks.recomputations import exact
-from gradkit._compat.autograd import autocast_is_on, without_function_modes
+from gradkit._compat.autograd import autocast_is_on, set_grad_enabled, without_function_modes
 from gradkit._compat.transforms import engine_calls, is_plain
 from gradkit._compat.undoing import INSIDE
 from gradkit._core.call import Losses
@@ -65,7 +65,7 @@ def differentiate(
         try:
             try:
                 engine_calls.depth, engine_calls.made = before + 1, {}
-                torch._C._set_grad_enabled(True)
+                set_grad_enabled(True)
                 return named_errors(call.result)
             finally:
                 leave(enabled)
@@ -78,7 +78,7 @@ def _leave(
     outside: Outside, depth: int, own: frozenset[int], made: dict[int, Tensor], enabled: bool
 ) -> None:
     outside.is_open = False
-    torch._C._set_grad_enabled(enabled)
+    set_grad_enabled(enabled)
     if autocast_is_on():
         torch.clear_autocast_cache()
     engine_calls.own, engine_calls.made = own, made
