@@ -72,7 +72,8 @@ def may_compute(value: object) -> bool:
 
 
 def _contents(value: Any) -> list[Any]:
-    kind = _kind(type(value))
+    cls: Any = type(value)
+    kind = _kind(cls)
     if kind is FunctionType:
         own = value.__dict__
         if CAPTURED in own:

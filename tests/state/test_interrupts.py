@@ -315,7 +315,7 @@ SUBJECTS = {
     "write_grads_": Subject(
         lambda w: lambda: gradkit.write_grads_(w.params, w.given), mutates=True
     ),
-    "unroll": Subject(unrolled),
+    "unroll": Subject(unrolled, mutates=True),  # the statistics of its batch norm
     "unroll, recomputed": Subject(recomputed),
     "make_functional's call": Subject(called),
     "staged_value_and_grads": Subject(staged),
