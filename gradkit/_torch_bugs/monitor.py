@@ -257,7 +257,9 @@ class OpMonitor(TorchFunctionMode):
             result = func(*args, **kwargs) if kwargs else func(*args)
         if watched:
             foreign.refuse_dropped(func, (args, kwargs), result, written)
-        if name != _BACKWARD_PASS or not (kwargs or {}).get("create_graph") or _is_compiling():
+        if name != _BACKWARD_PASS or not (kwargs or {}).get("create_graph"):
+            return result
+        if torch.compiler.is_compiling():
             return result
         # The gradient of a linear function has no graph, as one that the user's code has cut.
         roots = [x for x in map(unbatched, pytree.tensors(args[0])) if x.requires_grad]
