@@ -160,7 +160,7 @@ class ModuleSnapshot:
 
     def __init__(self, module: nn.Module, *, hooks: bool = False) -> None:
         self.module = module
-        self.parts = list(_parts(module))  # it and all below, once, by the first name
+        self.parts = list(module.named_modules())  # it and all below, once, by the first name
         self._own = [vars(part) for _, part in self.parts]
         self._copies = [*map(dict.copy, self._own)]
         self._values_before = _values_in(self._copies)
@@ -289,20 +289,6 @@ class ModuleSnapshot:
         for buffers in filter(None, [own["_buffers"] for own in self._own]):
             ended = [k for k, x in buffers.items() if x is not None and is_of_ended_transform(x)]
             buffers.update({key: without_ended_levels(buffers[key]) for key in ended})
-
-
-def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield what `named_modules` does, in a third of the time."""
-    seen: set[nn.Module] = set()
-    waiting = [("", module)]
-    while waiting:
-        name, part = waiting.pop()
-        if part not in seen:
-            seen.add(part)
-            yield name, part
-            prefix = f"{name}." if name else ""
-            below = reversed(part._modules.items())
-            waiting += [(prefix + key, x) for key, x in below if x is not None]
 
 
 def _values_in(tables: Iterable[dict[str, Any]]) -> list[Any]:
