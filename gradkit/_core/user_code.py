@@ -214,6 +214,17 @@ def _first_with_hooks(
     return None
 
 
+def remove_hooks_since(nodes: Iterable[Node], first: int) -> None:
+    """Remove from nodes the hooks whose handles have this number, or one that was given later."""
+    with _own_hooks.lock, INSIDE:
+        for node in nodes:
+            for of_kind in _NODE_HOOKS:
+                hooks = _removed(of_kind(node)).hooks_dict_ref()
+                _own_hooks.count += 1
+                for number in [number for number in hooks or () if number >= first]:
+                    del hooks[number]
+
+
 def _removed(handle: RemovableHandle) -> RemovableHandle:
     try:
         handle.remove()

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from gradkit._autograd import engine
 from gradkit._checks.eager_graph import refuse_nodes
@@ -26,7 +27,12 @@ from gradkit._core.call import Losses
 from gradkit._core.graph import Subgraph, leads_to_others
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.params import Grads, Tensors
-from gradkit._core.user_code import functions_alive, hooks_made, hooks_registered
+from gradkit._core.user_code import (
+    functions_alive,
+    hooks_made,
+    hooks_registered,
+    remove_hooks_since,
+)
 from gradkit._torch_bugs.monitor import OpMonitor
 from gradkit.func import _level as levels
 from gradkit.func._arguments import Arguments
@@ -199,7 +205,7 @@ class _EagerCall:
         """Return the results, which carry a graph where they are to."""
         arguments, dtypes = self.arguments, self.arguments.dtypes
         variables = _variables_for(arguments, cut=self.option is False)
-        made = hooks_made()
+        made, first = hooks_made(), RemovableHandle.next_id
         engine_calls.own = engine_calls.own.union(map(id, filter(_is_leaf, variables)))
         args = arguments.args_with(variables)
         returned = exact(partial(self.monitor.run, self.outside, self.fn, args, self.kwargs))
@@ -223,6 +229,8 @@ class _EagerCall:
             values = [*values, *tensors_of_aux]
             if self.option is None:  # which may depend on other tensors than the losses do
                 passes.kept |= leads_to_others(tensors_of_aux, passes.own)
+        if hooked:  # those of nodes, which would run again in a pass through the gradients
+            remove_hooks_since(Subgraph(values).nodes, first)
         count = len(losses.leaves)
         if passes.kept:
             values, grads = _without_own_graphs(passes, values, grads)

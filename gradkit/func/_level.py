@@ -105,20 +105,21 @@ class LevelPasses:
             return run(keep)
         below = Subgraph(roots)
         inner = InnerPass("the loss", self.path, variables, below, weights)
+        watch = self.level != -1  # the pull of a vjp has no edges to watch
         if not keep and self._may_reach_outside(below):
             with undone(partial(setattr, engine_calls, "is_tentative", False)):
                 engine_calls.is_tentative = True
-                grads = inner.guarded(partial(run, True), create_graph=False, watch=False)
+                grads = inner.guarded(partial(run, True), create_graph=False, watch=watch)
             return self._looked_at(grads)
         if keep:
             keep = self._check_derivative(below, variables)
-        try:  # the pull of a vjp has no edges to watch
-            return inner.guarded(partial(run, keep), create_graph=keep, watch=self.level != -1)
+        try:
+            return inner.guarded(partial(run, keep), create_graph=keep, watch=watch)
         except UnsupportedGraphError as error:
             if not keep or self.option or self.in_transform:
                 raise
             self.refused = str(error)
-        return inner.guarded(partial(run, False), create_graph=False, watch=False)
+        return inner.guarded(partial(run, False), create_graph=False, watch=watch)
 
     def _keeps(self, roots: Sequence[Tensor], weights: Tensors) -> bool:
         """Return whether the gradients of a pass from these are to carry a graph."""

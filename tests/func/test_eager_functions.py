@@ -118,6 +118,93 @@ def test_it_is_right_to_second_order(device: torch.device, name: str) -> None:
         close((outside * along).sum(), nested)
 
 
+# Where a hook that triples a gradient may be; each is registered by the function itself, or before.
+
+
+def on_tensor(x: Tensor) -> Tensor:
+    y = x * 1.5
+    y.register_hook(lambda grad: grad * 3)
+    return y
+
+
+def before_node(x: Tensor) -> Tensor:
+    y = x * 1.5
+    node: Any = y.grad_fn
+    node.register_prehook(lambda grads: tuple(grad * 3 for grad in grads))
+    return y
+
+
+def on_node(x: Tensor) -> Tensor:
+    y = x * 1.5
+    node: Any = y.grad_fn
+    node.register_hook(lambda grads, _: tuple(None if g is None else g * 3 for g in grads))
+    return y
+
+
+class Times(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 1.5
+
+
+def hooked_before() -> nn.Module:
+    module = Times()
+    module.register_full_backward_hook(lambda module, grads, _: tuple(g * 3 for g in grads))
+    return module
+
+
+def of_new_module(x: Tensor) -> Tensor:
+    module = Times()
+    module.register_full_backward_pre_hook(lambda module, grads: tuple(g * 3 for g in grads))
+    result: Tensor = module(x)
+    return result
+
+
+TRIPLED = {
+    "tensor": on_tensor,
+    "before a node": before_node,
+    "node": on_node,
+    "module": hooked_before(),
+    "a module's, before": of_new_module,
+}
+
+
+@pytest.mark.parametrize("where", TRIPLED)
+def test_a_hook_that_changes_a_gradient_is_in_its_derivatives_once(
+    device: torch.device, where: str
+) -> None:
+    """The gradient is 27 w: its hook would run again in the pass through its graph."""
+    w = torch.tensor([0.1, 0.2], dtype=F64, device=device)
+
+    def loss(w: Tensor) -> Tensor:
+        return TRIPLED[where](w * 2).square().sum() / 2
+
+    def penalty(w: Tensor) -> Tensor:
+        grad: Tensor = func.value_and_grads(loss)(w)[1]
+        return grad.sin().sum()
+
+    def through_steps(w: Tensor) -> Tensor:
+        inner = lambda p, outer, batch: loss(p["w"])  # noqa: E731
+        run = meta.unroll(inner, {"w": w}, [None], meta.sgd(0.1))
+        return run.params["w"].sin().sum()
+
+    leaf, right = w.clone().requires_grad_(), 27 * (27 * w).cos()
+    for grads in (
+        func.value_and_grads(penalty)(w)[1],
+        func.per_loss_grads(lambda w: [penalty(w)])(w)[0],
+        gradkit.value_and_grads(penalty(leaf), leaf)[1],
+        func.value_and_grads(lambda w: func.checkpoint(penalty)(w))(w)[1],
+    ):
+        torch.testing.assert_close(grads, right)
+    second = func.value_and_grads(lambda w: func.value_and_grads(penalty)(w)[1].sum())(w)[1]
+    torch.testing.assert_close(second, -27 * 27 * (27 * w).sin())
+    for call in (
+        lambda: func.value_and_grads(through_steps)(w),
+        lambda: gradkit.value_and_grads(through_steps(leaf), leaf),
+    ):
+        with pytest.raises(gradkit.UnsupportedGraphError, match="that no hook has changed"):
+            call()
+
+
 def test_hooks_of_a_function_end_with_its_call(device: torch.device) -> None:
     """As with a level of torch.func: what differentiates the gradient does not run them again."""
     x = torch.tensor([0.7, -0.4], dtype=F64, device=device)
