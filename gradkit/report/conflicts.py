@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, product
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -288,6 +290,26 @@ class History(Report):
             self.norms.setdefault(name, []).append(norm)
         for pair in combinations(conflicts.losses, 2):
             self.cosines.setdefault(pair, []).append(conflicts.cosine(*pair))
+
+    def to_dict(self) -> dict[str, list[float]]:
+        """Return the record as columns: one number a step.
+
+        Returns:
+            `step`, `share`, `norm/LOSS` of each loss and `cosine/LOSS/OTHER` of each pair.
+        """
+        norms = {f"norm/{name}": list(values) for name, values in self.norms.items()}
+        cosines = {f"cosine/{a}/{b}": list(values) for (a, b), values in self.cosines.items()}
+        return {"step": list(self.steps), "share": list(self.shares), **norms, **cosines}
+
+    def to_csv(self, path: str | Path) -> None:
+        """Write the columns of `to_dict` to a file, with a row of their names: RFC 4180.
+
+        Args:
+            path: The file, which is written anew, in UTF-8.
+        """
+        columns = self.to_dict()
+        with Path(path).open("w", encoding="utf-8", newline="") as file:
+            csv.writer(file).writerows([columns, *zip(*columns.values(), strict=True)])
 
     def plot(
         self, ax: Axes | None = None, *, what: Literal["cosines", "norms"] = "cosines"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import math
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -257,6 +259,24 @@ def test_the_record_is_of_the_same_losses(device: torch.device, history: History
     with pytest.raises(gradkit.StructureError, match="use one History for each"):
         history.add_(60, conflicts(rows(device, [1.0], [1.0], [1.0])))
     assert len(history.steps) == len(history.norms["a"]) == len(history.shares) == 10
+
+
+def test_the_record_as_columns_and_as_a_file(
+    device: torch.device, history: History, tmp_path: Path
+) -> None:
+    columns = history.to_dict()
+    assert list(columns) == ["step", "share", "norm/a", "norm/b", "cosine/a/b"]
+    assert columns["step"] == history.steps
+    assert columns["norm/b"] == history.norms["b"]
+    columns["step"].clear()
+    assert len(history.steps) == 10
+    history.to_csv(tmp_path / "history.csv")
+    with (tmp_path / "history.csv").open(encoding="utf-8", newline="") as file:
+        names, *rows = csv.reader(file)
+    read = {name: [float(x) for x in column] for name, *column in zip(names, *rows, strict=True)}
+    assert read == history.to_dict()
+    History().to_csv(tmp_path / "empty.csv")
+    assert (tmp_path / "empty.csv").read_text(encoding="utf-8").split() == ["step,share"]
 
 
 def test_table_and_pictures_of_a_record(device: torch.device, history: History) -> None:
