@@ -111,7 +111,10 @@ def with_kept(kind: type[Function]) -> Op:
 
 FUNCTIONS = {
     "reversible": Op(
-        around(Reversible), ("Reversible", UNTRACED, CAPTURED), twin=residual, on_leaf=True
+        around(Reversible),
+        ("Reversible", UNTRACED, CAPTURED, "a call of backward()"),  # seen by a call around
+        twin=residual,
+        on_leaf=True,
     ),
     "asking": Op(
         around(Asking),
