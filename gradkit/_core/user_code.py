@@ -219,7 +219,7 @@ def remove_hooks_since(nodes: Iterable[Node], first: int) -> None:
     with _own_hooks.lock, INSIDE:
         for node in nodes:
             for of_kind in _NODE_HOOKS:
-                hooks = _removed(of_kind(node)).hooks_dict_ref()
+                hooks: Any = _removed(of_kind(node)).hooks_dict_ref()
                 _own_hooks.count += 1
                 for number in [number for number in hooks or () if number >= first]:
                     del hooks[number]

@@ -146,15 +146,19 @@ class Times(nn.Module):
         return x * 1.5
 
 
+def tripled(module: nn.Module, grads: Any, *_: Any) -> tuple[Tensor, ...]:
+    return tuple(grad * 3 for grad in grads)
+
+
 def hooked_before() -> nn.Module:
     module = Times()
-    module.register_full_backward_hook(lambda module, grads, _: tuple(g * 3 for g in grads))
+    module.register_full_backward_hook(tripled)
     return module
 
 
 def of_new_module(x: Tensor) -> Tensor:
     module = Times()
-    module.register_full_backward_pre_hook(lambda module, grads: tuple(g * 3 for g in grads))
+    module.register_full_backward_pre_hook(tripled)
     result: Tensor = module(x)
     return result
 
