@@ -123,6 +123,12 @@ run_in_trace(inlined_function)
 
 
 @run_in_trace
+def is_exporting() -> bool:
+    """Return whether torch.export traces; torch.compile of torch 2.11 says so of itself, too."""
+    return torch.compiler.is_exporting()
+
+
+@run_in_trace
 def operations_traced() -> int:
     """Return how many operations torch.compile has traced."""
     return len(_traced_graph().nodes)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from gradkit._compat.dynamo import is_exporting
 from gradkit._compat.nodes import CHANGED
 from gradkit._compat.transforms import BATCH, BATCH_FAILURES, transforms
 from gradkit._state import rng
@@ -33,7 +34,7 @@ def named_errors(run: Callable[[], R], *, nested: bool = False) -> R:
     # All that are known; and all of torch's inside of another transform, or if `run` is `nested`
     # ones: in one level alone they are mostly mistakes of fn, and torch's text says which.
     if torch.compiler.is_compiling():
-        if torch.compiler.is_exporting():  # the program would return tensors of the trace
+        if is_exporting():  # the program would return tensors of the trace
             expected = "a call that runs, or that torch.compile traces"
             fix = "export the model, and differentiate what the exported program returns"
             raise UnsupportedGraphError(message("fn", expected, "torch.export", fix))

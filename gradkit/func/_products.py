@@ -380,6 +380,8 @@ def _grads_and_products(
         try:
             return cast("tuple[Any, Any, Any]", named_errors(forward, nested=True))
         except errors.UnsupportedGraphError as error:
+            if torch.compiler.is_compiling():  # which cannot read the text of an error
+                raise
             # Some formulas of torch, that of mse_loss for one, write on the tangent of a constant.
             operator = without_forward_mode(error.__cause__)
             if ZERO_TENSOR not in str(error) and operator is None:
