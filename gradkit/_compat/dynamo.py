@@ -52,9 +52,16 @@ def leave_uncompiled(method: F) -> F:
     return method
 
 
+def run_in_trace(function: F) -> F:
+    """Let torch.compile run a function while it traces a call, and take the result for constant."""
+    vars(function)["_dynamo_marked_constant"] = True
+    return function
+
+
 _traced: list[str] = []  # the Functions that torch.compile has traced
 
 
+@run_in_trace
 def functions_traced() -> int:
     """Return how many Functions were traced; from now on, those that would go wrong are refused."""
     # Under any transforms but one grad, torch.compile inlines `forward`, and silently ignores
@@ -104,22 +111,13 @@ def _leave_frames() -> None:
                     _dynamo.set_code_exec_strategy(code, _LEAVE)
 
 
+@run_in_trace
 def inlined_function() -> str:
     """Return what a message says of the last Function: its derivative would be wrong compiled."""
     expected = "in what is compiled, Functions under one first-order reverse-mode call"
     got = f"{_traced[-1]} under a vmap, a jvp or a second derivative, where torch.compile "
     got += "differentiates its forward, and ignores its backward"
     return message("fn", expected, got, "leave the call uncompiled: torch.compiler.disable(call)")
-
-
-def run_in_trace(function: F) -> F:
-    """Let torch.compile run a function while it traces a call, and take the result for constant."""
-    vars(function)["_dynamo_marked_constant"] = True
-    return function
-
-
-run_in_trace(functions_traced)
-run_in_trace(inlined_function)
 
 
 @run_in_trace

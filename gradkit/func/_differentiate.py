@@ -229,7 +229,7 @@ class _EagerCall:
             values = [*values, *tensors_of_aux]
             if self.option is None:  # which may depend on other tensors than the losses do
                 passes.kept |= leads_to_others(tensors_of_aux, passes.own)
-        if hooked:  # those of nodes, which would run again in a pass through the gradients
+        if hooked:  # Those of nodes would run again in a pass through the gradients.
             remove_hooks_since(Subgraph(values).nodes, first)
         count = len(losses.leaves)
         if passes.kept:
