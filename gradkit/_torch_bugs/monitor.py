@@ -407,7 +407,10 @@ class ForwardMonitor(TorchFunctionMode):
         elif name is not None and name != _BACKWARD_PASS:
             return _run_in_eager_code(name, func, args, kwargs or {}, self.outer)
         is_watched = is_watched and is_foreign(func) and not torch.compiler.is_compiling()
-        written = foreign.graphs_written_on(func, args, kwargs or {}) if is_watched else []
+        written: foreign.Written = []
+        if is_watched:
+            written += foreign.graphs_written_on(func, args, kwargs or {})
+            written += foreign.constants_written_on(func, args, kwargs or {})
         result = func(*args, **kwargs) if kwargs else func(*args)
         if is_watched:
             foreign.refuse_dropped(func, (args, kwargs), result, written)

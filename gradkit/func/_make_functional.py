@@ -13,10 +13,11 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from gradkit._checks import recomputations
+from gradkit._checks.checked import is_checked
 from gradkit._compat.autograd import storage_key, without_function_modes
 from gradkit._compat.dynamo import leave_uncompiled
 from gradkit._compat.modules import own_parametrized_values
-from gradkit._compat.transforms import BATCH, memory_of, transforms
+from gradkit._compat.transforms import BATCH, carries_graph, memory_of, transforms
 from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
 from gradkit._core.ownership import PLAIN_TYPES
@@ -174,7 +175,21 @@ def _run_on(
             _refuse_later(out, snapshot, changed, replaced)
         if around is not None:
             state.note(snapshot, tensors, changed)
+        elif is_checked():
+            _refuse_left(snapshot)
         return result
+
+
+def _refuse_left(snapshot: ModuleSnapshot) -> None:
+    """Raise if an eager call has left a graph in an attribute, which is put back when it ends."""
+    for key, (path, tensor) in snapshot.tensors_now().items():
+        if key not in snapshot.tensors and carries_graph(tensor):
+            expected = "a module that leaves no tensor with a graph in an attribute"
+            got = "one, which is put back when the call ends: what reads the attribute afterwards, "
+            got += "or the next call, gets what was there before"
+            fix = "gradkit.func.value_and_grads(fn)(params), where fn calls it and reads what it "
+            fix += f"has left; or return it from forward; or keep {path}.detach()"
+            raise UnsupportedGraphError(message(path, expected, got, fix))
 
 
 def _refuse_later(out: Any, snapshot: ModuleSnapshot, changed: Any, replaced: Named) -> None:

@@ -145,6 +145,8 @@ def penalty_read_after_an_eager_call(device: torch.device) -> Case:
     theirs = grad(loss(w), w)[0]
     right = func.value_and_grads(loss)(three)[1]
     assert torch.equal(right, 1 + 2 * three)  # what to do
+    with gradkit.checked(), pytest.raises(gradkit.UnsupportedGraphError, match=r"module\.penalty"):
+        loss(w)
     return Case(theirs, right, lambda: gradkit.value_and_grads(loss(w), w)[1])
 
 
@@ -492,13 +494,12 @@ def operator_that_writes_on_a_constant(device: torch.device) -> Case:
         add(total, w * 1)
         return (total * w).sum()
 
-    def ours() -> Tensor:
-        with gradkit.checked():
-            grads: Tensor = gradkit.value_and_grads(loss(add_to_), w)[1]
-        return grads
-
+    with gradkit.checked(), pytest.raises(gradkit.UnsupportedGraphError, match="one that writes"):
+        loss(add_to_)
     right = grad(loss(lambda total, x: total.add_(x)), w)[0]
-    return Case(grad(loss(add_to_), w)[0], right, ours)
+    return Case(
+        grad(loss(add_to_), w)[0], right, lambda: gradkit.value_and_grads(loss(add_to_), w)[1]
+    )
 
 
 def captured_tensor_changed_behind_autograd(device: torch.device) -> Case:
@@ -715,7 +716,7 @@ ROWS = [
     Row(
         "`grad((y * w).sum(), w)`, where an operator with `mutates_args` has added `w * 1` to `y`, "
         "which was zero and a constant",
-        [1.0], [2.0], "`func`: `UnsupportedGraphError`; `value_and_grads` in `checked()`",
+        [1.0], [2.0], UNCHECKED,
         operator_that_writes_on_a_constant, same=True,
     ),
     Row(
@@ -832,7 +833,8 @@ ROWS = [
         "`grad(call({\"w\": w}, {}, x)[0] + module.penalty, w)` at 3, where `call` is of "
         "`make_functional`, and an earlier pass has left `module.penalty`, `w**2`",
         [1.0], [7.0],
-        "the loss as a function given to `func.value_and_grads`: right; eagerly",
+        "the loss as a function given to `func.value_and_grads`: right; `checked()`: "
+        "`UnsupportedGraphError`; eagerly",
         penalty_read_after_an_eager_call, same=True,
     ),
 ]  # fmt: skip

@@ -189,6 +189,24 @@ def test_a_call_by_itself_leaves_the_module_as_it_was(device: torch.device, kind
     assert state(module) == before
 
 
+@pytest.mark.parametrize("kind", sorted(set(KEEPS) - {"deleted"}))
+def test_checked_refuses_what_an_eager_call_leaves(device: torch.device, kind: str) -> None:
+    module = nn.Sequential(Keeps(kind)).to(device)
+    call, params, buffers = func.make_functional(module)
+    before, x = state(module), torch.ones(2, dtype=DOUBLE, device=device)
+    with gradkit.checked():
+        with pytest.raises(gradkit.UnsupportedGraphError, match=r"^module\.0\.\w+.*: expected"):
+            call(params, buffers, x)
+        assert state(module) == before
+        # What to do: the call in a function, or an attribute without a graph.
+        values = {name: param.detach() for name, param in params.items()}
+        loss = lambda p: uses(module, lambda x: call(p, buffers, x)[0], 1, x)  # noqa: E731
+        grads = func.value_and_grads(loss)(values)[1]
+        assert torch.equal(grads["0.w"], right([kind], 1, values["0.w"], x)[0])
+        call(values, buffers, x)
+    assert state(module) == before
+
+
 def test_a_tensor_that_a_module_writes_on_is_as_before(device: torch.device) -> None:
     class Counts(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
