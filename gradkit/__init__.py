@@ -14,6 +14,7 @@ None of them touches `.grad`: that is for `gradkit.dotgrad`, which leads from th
 import importlib as _importlib
 import typing as _typing
 
+from gradkit._compat import heap as _heap
 from gradkit._compat import versions as _versions  # first: it raises if torch is too old
 
 # isort: split
@@ -106,6 +107,7 @@ __all__ = [
 __version__ = "0.2.0"
 
 _versions.warn_if_untested()
+_heap.keep_freed_memory()
 
 # Rooms that are opened when they are first asked for: together they would double the import time.
 _OPENED_LATER = ("distributed", "func", "meta", "report")
