@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import gradkit
-from benchmarks import harness, rules, vectors
+from benchmarks import rules, vectors
 from benchmarks.harness import Effort, Side, measure
 from benchmarks.models import Task
 from benchmarks.rules import Case
@@ -115,8 +115,6 @@ def _cases(options: argparse.Namespace) -> Iterator[Case]:
     if options.input is not None:
         yield from (Case(**values) for values in json.loads(options.input.read_text()))
         return
-    if not options.quick:
-        harness.keep_heap()
     torch.manual_seed(0)
     yield from sweep(torch.device(options.device), quick=options.quick)
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import gradkit
 from benchmarks import fresh, memory, models, peers
-from benchmarks.harness import Effort, Side, Timing, keep_heap, measure
+from benchmarks.harness import Effort, Side, Timing, measure
 from benchmarks.memory import Peak
 from benchmarks.models import Classifier
 from benchmarks.plan import Plan
@@ -202,7 +202,6 @@ def figures_here(
 ) -> tuple[list[int], dict[str, int]]:
     """Return the figures of one side as plain values; what a fresh process runs."""
     torch.set_num_threads(1)
-    keep_heap()
     name, call = cell
     taken, peak = figures(torch.device(device), Effort(**effort), (name, call), way, quick=False)
     return taken, asdict(peak)

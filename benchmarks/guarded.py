@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks import fresh, harness, heads, models, values
+from benchmarks import fresh, heads, models, values
 from benchmarks.harness import Side, Timing, measure
 from benchmarks.heads import Size
 from benchmarks.models import Task
@@ -61,7 +61,6 @@ def _in_a_fresh_process(plan: Plan, what: str) -> Any:
 
 def compare_here(what: str, device: str) -> dict[str, list[int]]:
     """Return the samples of both sides as plain values; what a fresh process runs."""
-    harness.keep_heap()
     torch.manual_seed(0)
     return _samples(Plan(torch.device(device)), what)
 

@@ -8,9 +8,7 @@ rounds are those that met something else.
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import sys
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -185,21 +183,3 @@ def _quiet() -> Iterator[None]:
         torch.set_num_threads(threads)
         if collected:
             gc.enable()
-
-
-def keep_heap() -> bool:
-    """Let freed memory stay with this process, so that no side pays for the other's page faults.
-
-    Without it, one and the same call differs from itself by 5 % where results take megabytes; with
-    it, by less than 1 %. It cannot be undone.
-
-    Returns:
-        Whether this system's C library can do it.
-    """
-    if not sys.platform.startswith("linux"):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    trim_threshold, mmap_threshold = -1, -3  # <malloc.h>
-    return bool(mallopt(mmap_threshold, 1 << 30)) and bool(mallopt(trim_threshold, (1 << 31) - 1))

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
-from typing import Any
 
-import torch
-
-from benchmarks import fresh, heads, players
+from benchmarks import heads, players
 from benchmarks.harness import Timing, measure
 from benchmarks.heads import LOOP, TORCHJD, Peer, Size
 from benchmarks.models import Task
@@ -28,15 +24,13 @@ _LARGE = (Size(256, 6, 64, 8),)
 
 
 def rows(plan: Plan) -> Iterator[Row]:
-    """Yield two rows for each size, TorchJD's once more on the system's heap, and the players'."""
+    """Yield two rows for each size, and the players'."""
     for size in _QUICK if plan.quick else _SIZES:
         what, task = f"per_loss_grads, {size}", size.task(plan.device)
         both = measure(heads.sides(task), plan.device, plan.effort)
         yield timed(what, LOOP, both, theirs="raw", limit=_limit(size))
         peer = heads.torchjd(task, size.count, plan.device)
         yield _against_torchjd(what, size, _with_torchjd(plan, task, peer), peer)
-    if plan.device.type == "cpu":
-        yield from _system_heap(plan)
     yield from players.rows(plan)
 
 
@@ -62,27 +56,3 @@ def _against_torchjd(what: str, size: Size, timings: Mapping[str, Timing], peer:
         limit=0.75 if size == Size(256, 6, 64, 8) else 1.0,
         details={"chunk_ms": peer.tried},
     )
-
-
-def _system_heap(plan: Plan) -> Iterator[Row]:
-    """Yield rows in which freed memory may go back to the system, as it does for most users.
-
-    Then whoever allocates more pays for the page faults, with more noise.
-    """
-    for size in _QUICK if plan.quick else _LARGE:
-        what = f"per_loss_grads, {size}, system's heap"
-        if plan.quick:
-            yield Row(what=what, against=TORCHJD, note="needs a process of its own")
-            continue
-        found = fresh.call("benchmarks.losses:compare_here", size=asdict(size))
-        timings = {name: Timing(tuple(taken)) for name, taken in found["samples"].items()}
-        yield _against_torchjd(what, size, timings, Peer({}, found["problem"], found["tried"]))
-
-
-def compare_here(size: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the samples of gradkit and TorchJD as plain values; what a fresh process runs."""
-    plan, asked = Plan(torch.device("cpu")), Size(**size)
-    task = asked.task(plan.device)
-    peer = heads.torchjd(task, asked.count, plan.device)
-    samples = {name: found.samples for name, found in _with_torchjd(plan, task, peer).items()}
-    return {"samples": samples, "problem": peer.problem, "tried": peer.tried}

@@ -24,7 +24,7 @@ from benchmarks import (
     functions,
     growth,
     guarded,
-    harness,
+    heap,
     importing,
     inner,
     instructions,
@@ -49,6 +49,7 @@ from benchmarks.row import Row
 # In the order of docs/performance.md; if time runs out, it is the last that are left out.
 ROOMS: dict[str, Callable[[Plan], Iterator[Row]]] = {
     "training": training.rows,
+    "heap": heap.rows,
     "values": values.rows,
     "guarded": guarded.rows,
     "inner": inner.rows,
@@ -97,7 +98,6 @@ def measured(name: str, plan: Plan, seconds: float = 3600) -> list[Row]:
 
 def rows_here(name: str, device: str) -> list[dict[str, Any]]:
     """Return the rows of a room as plain values; what a fresh process runs."""
-    harness.keep_heap()
     torch.set_num_threads(1)  # also for what is not timed: two threads on a busy core wait and spin
     torch.manual_seed(0)
     return [asdict(row) for row in ROOMS[name](Plan(torch.device(device)))]

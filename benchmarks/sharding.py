@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import fresh, memory, replicas, shards
-from benchmarks.harness import Effort, Timing, keep_heap, measure
+from benchmarks.harness import Effort, Timing, measure
 from benchmarks.memory import Peak
 from benchmarks.plan import Plan
 from benchmarks.row import Row, Want, timed
@@ -93,7 +93,6 @@ def compare(net: dict[str, int], rounds: int, **group: Any) -> dict[str, Any]:
     """Return the figures of all calls as plain values; what a rank runs."""
     if group["ranks"] > 1:
         torch.set_num_threads(1)
-        keep_heap()
     with replicas.group(**group), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch renames its collectives
         return {call: _compare(call, Net(**net), rounds) for call in shards.calls()}

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import gradkit
-from benchmarks import fresh
-from benchmarks.harness import Side, Timing, measure
+from benchmarks.harness import Side, measure
 from benchmarks.nets import NETS, Net
 from benchmarks.plan import Plan
 from benchmarks.row import Row, timed
@@ -55,34 +54,6 @@ def rows(plan: Plan) -> Iterator[Row]:
             timings = measure(both, plan.device, plan.effort)
             what = f"training step with SGD, {situation}, {name}"
             yield timed(what, LOOP, timings, theirs="raw", limit=NETS[name].limit)
-    yield from _system_heap(plan)
-
-
-def _system_heap(plan: Plan) -> Iterator[Row]:
-    """Yield rows in which freed memory may go back to the system, as it does for most users.
-
-    Gradients of megabytes are then new pages in each step, for whoever allocates them.
-    """
-    name = list(NETS)[3]
-    timings: dict[str, Timing] = {}
-    if not plan.quick:
-        samples = fresh.call("benchmarks.training:measure_here", name=name, optimizer="Adam")
-        timings = {side: Timing(tuple(taken)) for side, taken in samples.items()}
-    for side, call in {"gradkit": "training step", "minimize_": "minimize_"}.items():
-        what = f"{call} with Adam, {name}, system's heap"
-        if plan.quick:
-            yield Row(what=what, against=LOOP, note="needs a process of its own")
-        else:
-            yield timed(what, LOOP, timings, ours=side, theirs="raw", limit=None)
-
-
-def measure_here(name: str, optimizer: str) -> dict[str, Any]:
-    """Return the samples of gradkit and the loop as plain values; what a fresh process runs."""
-    plan = Plan(torch.device("cpu"))
-    both = sides(NETS[name], optimizer, plan.device)
-    both["minimize_"] = _others(NETS[name], optimizer, plan.device)["minimize_"]
-    timings = measure(both, plan.device, plan.effort)
-    return {side: timing.samples for side, timing in timings.items()}
 
 
 def sides(
