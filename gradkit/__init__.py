@@ -11,50 +11,57 @@ None of them touches `.grad`: that is for `gradkit.dotgrad`, which leads from th
 `gradkit.report` shows what there is to see about gradients.
 """
 
+import gc as _gc
 import importlib as _importlib
 import typing as _typing
 
 from gradkit._compat import heap as _heap
 from gradkit._compat import versions as _versions  # first: it raises if torch is too old
 
-# isort: split
-from gradkit import dotgrad, errors, tree
-from gradkit._checks.checked import checked
-from gradkit.dotgrad import (
-    add_grads_,
-    backward_,
-    capture_grads,
-    clear_grads_,
-    minimize_,
-    read_grads,
-    step_,
-    write_grads_,
-)
-from gradkit.eager import per_loss_grads, simultaneous_grads, value_and_grads, vjp
-from gradkit.errors import (
-    CollectiveError,
-    DetachedLossError,
-    FreedGraphError,
-    GradientCheckError,
-    GradkitError,
-    GradkitWarning,
-    LeafTypeError,
-    NotScalarLossError,
-    OptionError,
-    StructureError,
-    UnreachedParamError,
-    UnsupportedGraphError,
-    UnsupportedOptimizerError,
-)
-from gradkit.retain import safe_retain
-from gradkit.streaming import (
-    clipped_sum,
-    gram,
-    per_loss_norms,
-    per_sample_norms,
-    value_and_reduced_grads,
-)
-from gradkit.tree._per_loss import combine
+# The imports would start a collection of torch's objects, 80 ms, and leave no garbage themselves.
+_collects = _gc.isenabled()
+_gc.disable()
+try:
+    from gradkit import dotgrad, errors, tree
+    from gradkit._checks.checked import checked
+    from gradkit.dotgrad import (
+        add_grads_,
+        backward_,
+        capture_grads,
+        clear_grads_,
+        minimize_,
+        read_grads,
+        step_,
+        write_grads_,
+    )
+    from gradkit.eager import per_loss_grads, simultaneous_grads, value_and_grads, vjp
+    from gradkit.errors import (
+        CollectiveError,
+        DetachedLossError,
+        FreedGraphError,
+        GradientCheckError,
+        GradkitError,
+        GradkitWarning,
+        LeafTypeError,
+        NotScalarLossError,
+        OptionError,
+        StructureError,
+        UnreachedParamError,
+        UnsupportedGraphError,
+        UnsupportedOptimizerError,
+    )
+    from gradkit.retain import safe_retain
+    from gradkit.streaming import (
+        clipped_sum,
+        gram,
+        per_loss_norms,
+        per_sample_norms,
+        value_and_reduced_grads,
+    )
+    from gradkit.tree._per_loss import combine
+finally:
+    if _collects:
+        _gc.enable()
 
 if _typing.TYPE_CHECKING:
     from gradkit import distributed, func, meta, report
