@@ -42,7 +42,9 @@ def text(results: dict[str, Any]) -> str:
     torch = max(result["torch"] for result in results.values()).partition("+")[0]
     tried = [result for result in results.values() if "fails" not in result]
     whole = [result for result in tried if not otherwise(result)]
-    counted = f"{len(results)} libraries; {len(tried)} could be run, and with {len(whole)} of these "
+    counted = (
+        f"{len(results)} libraries; {len(tried)} could be run, and with {len(whole)} of these "
+    )
     counted += "everything that was tried is right."
     head = HEAD.format(torch=torch, counted=counted)
     return head + "".join(row(name, results[name]) + "\n" for name in sorted(results))

@@ -13,4 +13,6 @@ def tries():
     stft = auraloss.freq.MultiResolutionSTFTLoss([64, 32], [16, 8], [64, 32]).double()
     yield from of_function(lambda x: stft(x, y), x, "STFT: ", tol=1e-4)
     for name in ("SISDRLoss", "ESRLoss", "LogCoshLoss", "SNRLoss", "DCLoss"):
-        yield from of_function(lambda x, f=getattr(auraloss.time, name)(): f(x, y), x, f"{name}: ", tol=1e-4)
+        yield from of_function(
+            lambda x, f=getattr(auraloss.time, name)(): f(x, y), x, f"{name}: ", tol=1e-4
+        )

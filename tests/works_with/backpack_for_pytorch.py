@@ -11,4 +11,8 @@ PIP = "backpack-for-pytorch"
 
 def tries():
     batch = torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
-    yield from of_module(lambda: extend(nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()), batch, mse)
+    yield from of_module(
+        lambda: extend(nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()),
+        batch,
+        mse,
+    )

@@ -1,7 +1,6 @@
 """Its 32-bit Adam and Lion on the CPU, and a frozen 8-bit linear below an adapter."""
 
 import bitsandbytes as bnb
-import torch
 
 from tests.works_with._oracles import of_optimizer
 

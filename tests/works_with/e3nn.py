@@ -2,7 +2,6 @@
 
 import torch
 from e3nn import o3
-from e3nn.nn import Gate
 from torch import nn
 
 from tests.works_with._oracles import of_function, of_module
@@ -37,4 +36,8 @@ def tries():
     yield from of_module(make, (x,), lambda m, x: m(x).square().mean(), "energy: ")
     yield from of_module(make, (x,), loss, "forces: ", "steps gradient functional hvp")
     torch.manual_seed(0)
-    yield from of_function(lambda x: o3.spherical_harmonics([0, 1, 2], x, normalize=True).tanh().sum(), x, "by the positions: ")
+    yield from of_function(
+        lambda x: o3.spherical_harmonics([0, 1, 2], x, normalize=True).tanh().sum(),
+        x,
+        "by the positions: ",
+    )

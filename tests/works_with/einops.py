@@ -12,7 +12,10 @@ PIP = "einops==0.8.2"
 
 def make():
     return nn.Sequential(
-        Rearrange("b (h p) -> b h p", p=2), nn.Linear(2, 5), nn.Tanh(), Reduce("b h d -> b d", "mean")
+        Rearrange("b (h p) -> b h p", p=2),
+        nn.Linear(2, 5),
+        nn.Tanh(),
+        Reduce("b h d -> b d", "mean"),
     ).double()
 
 

@@ -10,8 +10,15 @@ PIP = "geomloss"
 
 def tries():
     x, y = torch.randn(5, 2, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)
-    for options in ({"loss": "sinkhorn", "blur": 0.5}, {"loss": "sinkhorn", "blur": 0.5, "debias": False},
-                    {"loss": "gaussian", "blur": 0.7}, {"loss": "energy"}, {"loss": "laplacian", "blur": 0.7}):
+    for options in (
+        {"loss": "sinkhorn", "blur": 0.5},
+        {"loss": "sinkhorn", "blur": 0.5, "debias": False},
+        {"loss": "gaussian", "blur": 0.7},
+        {"loss": "energy"},
+        {"loss": "laplacian", "blur": 0.7},
+    ):
         name = options["loss"] + (", biased" if "debias" in options else "")
-        loss = SamplesLoss(**options, backend="tensorized", **({"scaling": 0.95} if "sinkhorn" in name else {}))
+        loss = SamplesLoss(
+            **options, backend="tensorized", **({"scaling": 0.95} if "sinkhorn" in name else {})
+        )
         yield from of_function(lambda x, f=loss: f(x, y).exp(), x, f"{name}: ", tol=2e-3)

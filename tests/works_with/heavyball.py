@@ -9,7 +9,19 @@ PIP = "heavyball"
 
 def tries():
     heavyball.utils.compile_mode = None
-    names = ("AdamW", "ForeachAdamW", "ForeachSOAP", "ForeachMuon", "ForeachPSGDKron", "SOAP", "Muon", "NAdam", "ADOPT", "LaProp", "SignLaProp")
+    names = (
+        "AdamW",
+        "ForeachAdamW",
+        "ForeachSOAP",
+        "ForeachMuon",
+        "ForeachPSGDKron",
+        "SOAP",
+        "Muon",
+        "NAdam",
+        "ADOPT",
+        "LaProp",
+        "SignLaProp",
+    )
     makers = {
         name: lambda params, cls=getattr(heavyball, name): cls(params, lr=1e-2)
         for name in names

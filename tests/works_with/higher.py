@@ -14,7 +14,11 @@ def tries():
     x, y = torch.randn(6, 3, dtype=torch.float64), torch.randn(6, 1, dtype=torch.float64)
 
     def after(model, **options):
-        with higher.innerloop_ctx(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), copy_initial_weights=False) as (inner, optimizer):
+        with higher.innerloop_ctx(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+            copy_initial_weights=False,
+        ) as (inner, optimizer):
             for _ in range(2):
                 optimizer.step((inner(x) - y).square().mean())
             return (inner(x) - y).square().mean()
@@ -35,4 +39,9 @@ def tries():
         model = make()
         return gradkit.value_and_grads(after(model), model)[1]["0.weight"].sum()
 
-    yield tried("`value_and_grads` through its loop", (after(make(1e-5)) - after(make(-1e-5))) / 2e-5, theirs, ours)
+    yield tried(
+        "`value_and_grads` through its loop",
+        (after(make(1e-5)) - after(make(-1e-5))) / 2e-5,
+        theirs,
+        ours,
+    )

@@ -30,4 +30,10 @@ def tries():
         Engine(update).run(data, max_epochs=2)
         return [p.detach() for p in model.parameters()]
 
-    yield tried("`minimize_` as the update", trained(False), lambda: trained(False), lambda: trained(True), 0.0)
+    yield tried(
+        "`minimize_` as the update",
+        trained(False),
+        lambda: trained(False),
+        lambda: trained(True),
+        0.0,
+    )

@@ -20,7 +20,9 @@ def tries():
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
         for _ in range(5):
             step(optimizer, model, (model(x) - y).square().mean())
-        approximation = Laplace(model, "regression", subset_of_weights="all", hessian_structure="full")
+        approximation = Laplace(
+            model, "regression", subset_of_weights="all", hessian_structure="full"
+        )
         approximation.fit(DataLoader(TensorDataset(x, y), batch_size=20))
         return approximation.posterior_precision
 
@@ -30,4 +32,10 @@ def tries():
         optimizer.step()
 
     right = fitted(plain)
-    yield tried("fit after `minimize_`", right, lambda: fitted(plain), lambda: fitted(lambda o, m, loss: gradkit.minimize_(o, loss)), 0.0)
+    yield tried(
+        "fit after `minimize_`",
+        right,
+        lambda: fitted(plain),
+        lambda: fitted(lambda o, m, loss: gradkit.minimize_(o, loss)),
+        0.0,
+    )

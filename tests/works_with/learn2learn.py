@@ -21,4 +21,9 @@ def tries():
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
     right = torch.autograd.grad(after(model), list(model.parameters()))
-    yield tried("`value_and_grads` of MAML", right, lambda: right, lambda: list(gradkit.value_and_grads(after(model), model)[1].values()))
+    yield tried(
+        "`value_and_grads` of MAML",
+        right,
+        lambda: right,
+        lambda: list(gradkit.value_and_grads(after(model), model)[1].values()),
+    )

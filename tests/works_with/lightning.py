@@ -34,9 +34,18 @@ def tries():
     def fitted(ours):
         torch.manual_seed(0)
         module = Module(ours)
-        options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-        lightning.Trainer(max_epochs=2, accelerator="cpu", **options).fit(module, torch.utils.data.DataLoader(data, batch_size=4))
+        options = {
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+        }
+        lightning.Trainer(max_epochs=2, accelerator="cpu", **options).fit(
+            module, torch.utils.data.DataLoader(data, batch_size=4)
+        )
         return [p.detach() for p in module.parameters()]
 
     right = fitted(False)
-    yield tried("`minimize_` in training_step", right, lambda: fitted(False), lambda: fitted(True), 0.0)
+    yield tried(
+        "`minimize_` in training_step", right, lambda: fitted(False), lambda: fitted(True), 0.0
+    )

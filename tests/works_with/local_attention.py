@@ -10,4 +10,6 @@ PIP = "local-attention"
 
 def tries():
     make = lambda: LocalMHA(dim=8, window_size=2, dim_head=4, heads=2, causal=True).double()
-    yield from of_module(make, (torch.randn(2, 6, 8, dtype=torch.float64),), lambda m, x: m(x).square().mean())
+    yield from of_module(
+        make, (torch.randn(2, 6, 8, dtype=torch.float64),), lambda m, x: m(x).square().mean()
+    )

@@ -10,8 +10,12 @@ PIP = "memcnn"
 
 
 def make():
-    coupling = memcnn.AdditiveCoupling(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), nn.Sequential(nn.Linear(3, 3), nn.Tanh()))
-    return memcnn.InvertibleModuleWrapper(coupling, keep_input=True, keep_input_inverse=True).double()
+    coupling = memcnn.AdditiveCoupling(
+        nn.Sequential(nn.Linear(3, 3), nn.Tanh()), nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    )
+    return memcnn.InvertibleModuleWrapper(
+        coupling, keep_input=True, keep_input_inverse=True
+    ).double()
 
 
 def tries():

@@ -3,11 +3,11 @@
 import torch
 from nflows.distributions.normal import StandardNormal
 from nflows.flows.base import Flow
+from nflows.nn.nets import ResidualNet
 from nflows.transforms.autoregressive import MaskedAffineAutoregressiveTransform
 from nflows.transforms.base import CompositeTransform
 from nflows.transforms.coupling import PiecewiseRationalQuadraticCouplingTransform
 from nflows.transforms.lu import LULinear
-from nflows.nn.nets import ResidualNet
 
 from tests.works_with._oracles import of_module
 
@@ -15,11 +15,20 @@ PIP = "nflows"
 
 
 def make():
-    return Flow(CompositeTransform([MaskedAffineAutoregressiveTransform(2, 6), LULinear(2)]), StandardNormal([2])).double()
+    return Flow(
+        CompositeTransform([MaskedAffineAutoregressiveTransform(2, 6), LULinear(2)]),
+        StandardNormal([2]),
+    ).double()
 
 
 def spline():
-    coupling = PiecewiseRationalQuadraticCouplingTransform([1, 0], lambda i, o: ResidualNet(i, o, 6, num_blocks=1), num_bins=4, tails="linear", tail_bound=3.0)
+    coupling = PiecewiseRationalQuadraticCouplingTransform(
+        [1, 0],
+        lambda i, o: ResidualNet(i, o, 6, num_blocks=1),
+        num_bins=4,
+        tails="linear",
+        tail_bound=3.0,
+    )
     return Flow(coupling, StandardNormal([2])).double()
 
 

@@ -12,7 +12,11 @@ PIP = "norse"
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.a, self.cell, self.b = nn.Linear(4, 6), norse.LIFCell(norse.LIFParameters(alpha=torch.tensor(100.0), v_th=torch.tensor(0.1))), nn.Linear(6, 2)
+        self.a, self.cell, self.b = (
+            nn.Linear(4, 6),
+            norse.LIFCell(norse.LIFParameters(alpha=torch.tensor(100.0), v_th=torch.tensor(0.1))),
+            nn.Linear(6, 2),
+        )
 
     def forward(self, x):
         state, out = None, 0
@@ -24,4 +28,10 @@ class Net(nn.Module):
 
 def tries():
     x = torch.randn(5, 4, dtype=torch.float64)
-    yield from of_module(lambda: Net().double(), (x,), lambda m, x: m(x).square().mean(), "", "steps functional samples")
+    yield from of_module(
+        lambda: Net().double(),
+        (x,),
+        lambda m, x: m(x).square().mean(),
+        "",
+        "steps functional samples",
+    )

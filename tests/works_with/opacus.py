@@ -12,7 +12,11 @@ PIP = "opacus"
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.rnn, self.attention, self.out = DPGRU(3, 4, batch_first=True), DPMultiheadAttention(4, 2), nn.Linear(4, 2)
+        self.rnn, self.attention, self.out = (
+            DPGRU(3, 4, batch_first=True),
+            DPMultiheadAttention(4, 2),
+            nn.Linear(4, 2),
+        )
 
     def forward(self, x):
         h = self.rnn(x)[0].transpose(0, 1)

@@ -16,8 +16,40 @@ def tries():
         return (x[:, None] - y).square().sum(-1)
 
     yield from of_function(lambda x: ot.emd2(a, b, cost(x)).exp(), x, "emd2: ")
-    yield from of_function(lambda x: (ot.sinkhorn(a, b, cost(x), 1.0, method="sinkhorn_log", numItermax=100, stopThr=1e-12) * cost(x)).sum().exp(), x, "sinkhorn log: ")
-    yield from of_function(lambda x: ot.solve_sample(x, y, reg=1.0, max_iter=100, tol=1e-12).value_linear.exp(), x, "solve_sample: ")
-    yield from of_function(lambda x: ot.solve_sample(x, y, reg=1.0, grad="envelope", max_iter=100, tol=1e-12).value.exp(), x, "solve_sample, envelope: ")
+    yield from of_function(
+        lambda x: (
+            (
+                ot.sinkhorn(
+                    a, b, cost(x), 1.0, method="sinkhorn_log", numItermax=100, stopThr=1e-12
+                )
+                * cost(x)
+            )
+            .sum()
+            .exp()
+        ),
+        x,
+        "sinkhorn log: ",
+    )
+    yield from of_function(
+        lambda x: ot.solve_sample(x, y, reg=1.0, max_iter=100, tol=1e-12).value_linear.exp(),
+        x,
+        "solve_sample: ",
+    )
+    yield from of_function(
+        lambda x: ot.solve_sample(
+            x, y, reg=1.0, grad="envelope", max_iter=100, tol=1e-12
+        ).value.exp(),
+        x,
+        "solve_sample, envelope: ",
+    )
     yield from of_function(lambda x: ot.wasserstein_1d(x[:, 0], y[:, 0], p=2).exp(), x, "1d: ")
-    yield from of_function(lambda x: ot.gaussian.bures_wasserstein_distance(x.mean(0), y.mean(0), x.T @ x, y.T @ y).exp().sum(), x, "Bures: ")
+    yield from of_function(
+        lambda x: (
+            ot.gaussian
+            .bures_wasserstein_distance(x.mean(0), y.mean(0), x.T @ x, y.T @ y)
+            .exp()
+            .sum()
+        ),
+        x,
+        "Bures: ",
+    )

@@ -26,8 +26,11 @@ def node(method, **options):
 def tries():
     v = torch.tensor([0.4, 0.9], dtype=torch.float64)
     for name, fn in {
-        "backprop": node("backprop"), "best": node("best"), "parameter-shift": node("parameter-shift"),
-        "parameter-shift, max_diff=2": node("parameter-shift", max_diff=2), "adjoint": node("adjoint"),
+        "backprop": node("backprop"),
+        "best": node("best"),
+        "parameter-shift": node("parameter-shift"),
+        "parameter-shift, max_diff=2": node("parameter-shift", max_diff=2),
+        "adjoint": node("adjoint"),
         "finite-diff": node("finite-diff"),
     }.items():
         yield from of_function(fn, v, f"{name}: ", tol=1e-4)

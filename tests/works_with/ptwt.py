@@ -10,5 +10,9 @@ PIP = "ptwt"
 
 def tries():
     x = torch.randn(1, 16, dtype=torch.float64)
-    yield from of_function(lambda x: sum(c.exp().sum() for c in ptwt.wavedec(x, "db2", level=2)), x, "wavedec: ")
-    yield from of_function(lambda x: ptwt.waverec(ptwt.wavedec(x, "db2", level=2), "db2").exp().sum(), x, "waverec: ")
+    yield from of_function(
+        lambda x: sum(c.exp().sum() for c in ptwt.wavedec(x, "db2", level=2)), x, "wavedec: "
+    )
+    yield from of_function(
+        lambda x: ptwt.waverec(ptwt.wavedec(x, "db2", level=2), "db2").exp().sum(), x, "waverec: "
+    )

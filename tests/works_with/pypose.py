@@ -15,6 +15,16 @@ def tries():
         v = torch.randn(size, dtype=torch.float64) * 0.4
         w = torch.randn(size, dtype=torch.float64) * 0.4
         algebra = getattr(pp, name)
-        yield from of_function(lambda v, f=algebra: (f(v).Exp() @ p).exp().sum(), v, f"{name} Exp, Act: ")
-        yield from of_function(lambda v, f=algebra, w=w: (f(v).Exp() @ f(w).Exp()).Log().tensor().exp().sum(), v, f"{name} Exp, Log: ")
-        yield from of_function(lambda v, f=algebra, w=w: f(v).Exp().Inv().matrix().exp().sum(), v, f"{name} Inv, matrix: ")
+        yield from of_function(
+            lambda v, f=algebra: (f(v).Exp() @ p).exp().sum(), v, f"{name} Exp, Act: "
+        )
+        yield from of_function(
+            lambda v, f=algebra, w=w: (f(v).Exp() @ f(w).Exp()).Log().tensor().exp().sum(),
+            v,
+            f"{name} Exp, Log: ",
+        )
+        yield from of_function(
+            lambda v, f=algebra, w=w: f(v).Exp().Inv().matrix().exp().sum(),
+            v,
+            f"{name} Inv, matrix: ",
+        )

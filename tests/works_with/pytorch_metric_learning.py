@@ -21,7 +21,16 @@ class Net(nn.Module):
 def tries():
     batch = torch.randn(6, 4, dtype=torch.float64), torch.tensor([0, 0, 1, 1, 2, 2])
     for name, make in {
-        "TripletMargin: ": lambda: losses.TripletMarginLoss(), "NTXent: ": lambda: losses.NTXentLoss(),
-        "ArcFace: ": lambda: losses.ArcFaceLoss(3, 3), "ProxyAnchor: ": lambda: losses.ProxyAnchorLoss(3, 3),
+        "TripletMargin: ": lambda: losses.TripletMarginLoss(),
+        "NTXent: ": lambda: losses.NTXentLoss(),
+        "ArcFace: ": lambda: losses.ArcFaceLoss(3, 3),
+        "ProxyAnchor: ": lambda: losses.ProxyAnchorLoss(3, 3),
     }.items():
-        yield from of_module(lambda make=make: Net(make()).double(), batch, lambda m, x, y: m(x, y), name, "steps gradient hvp functional", tol=1e-4)
+        yield from of_module(
+            lambda make=make: Net(make()).double(),
+            batch,
+            lambda m, x, y: m(x, y),
+            name,
+            "steps gradient hvp functional",
+            tol=1e-4,
+        )

@@ -9,5 +9,8 @@ PIP = "pytorch-msssim"
 
 
 def tries():
-    x, y = torch.rand(1, 1, 12, 12, dtype=torch.float64), torch.rand(1, 1, 12, 12, dtype=torch.float64)
+    x, y = (
+        torch.rand(1, 1, 12, 12, dtype=torch.float64),
+        torch.rand(1, 1, 12, 12, dtype=torch.float64),
+    )
     yield from of_function(lambda x: ssim(x, y, data_range=1.0), x)

@@ -1,9 +1,8 @@
 """Each optimizer that it lists, as far as the plain loop can step it: four steps."""
 
-import torch
 from pytorch_optimizer import get_supported_optimizers, load_optimizer
 
-from tests.works_with._oracles import of_optimizer, of_each_optimizer
+from tests.works_with._oracles import of_each_optimizer
 
 PIP = "pytorch-optimizer"
 

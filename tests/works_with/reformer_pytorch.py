@@ -9,7 +9,17 @@ PIP = "reformer-pytorch"
 
 
 def make():
-    return ReformerLM(num_tokens=11, dim=8, depth=2, max_seq_len=8, heads=2, bucket_size=2, n_hashes=2, causal=True, lsh_dropout=0.0)
+    return ReformerLM(
+        num_tokens=11,
+        dim=8,
+        depth=2,
+        max_seq_len=8,
+        heads=2,
+        bucket_size=2,
+        n_hashes=2,
+        causal=True,
+        lsh_dropout=0.0,
+    )
 
 
 def loss(module, ids):

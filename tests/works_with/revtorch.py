@@ -13,7 +13,9 @@ def make():
     def half():
         return nn.Sequential(nn.Linear(3, 3), nn.Tanh())
 
-    blocks = nn.ModuleList([revtorch.ReversibleBlock(half(), half(), split_along_dim=1) for _ in range(2)])
+    blocks = nn.ModuleList([
+        revtorch.ReversibleBlock(half(), half(), split_along_dim=1) for _ in range(2)
+    ])
     return revtorch.ReversibleSequence(blocks).double()
 
 

@@ -32,4 +32,10 @@ def loss(module, a, b):
 
 
 def tries():
-    yield from of_module(make, (torch.randint(13, (4, 5)), torch.randint(13, (4, 5))), loss, "", "steps gradient hvp functional")
+    yield from of_module(
+        make,
+        (torch.randint(13, (4, 5)), torch.randint(13, (4, 5))),
+        loss,
+        "",
+        "steps gradient hvp functional",
+    )

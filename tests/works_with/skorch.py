@@ -16,7 +16,10 @@ class Ours(skorch.NeuralNetRegressor):
         x, y = batch
         self._set_training(True)
         y_pred = self.infer(x)
-        return {"loss": gradkit.minimize_(self.optimizer_, self.get_loss(y_pred, y)), "y_pred": y_pred}
+        return {
+            "loss": gradkit.minimize_(self.optimizer_, self.get_loss(y_pred, y)),
+            "y_pred": y_pred,
+        }
 
 
 def tries():
@@ -24,9 +27,19 @@ def tries():
 
     def fitted(cls):
         torch.manual_seed(0)
-        net = cls(nn.Linear, module__in_features=3, module__out_features=1, max_epochs=3, lr=0.1, verbose=0, train_split=None)
+        net = cls(
+            nn.Linear,
+            module__in_features=3,
+            module__out_features=1,
+            max_epochs=3,
+            lr=0.1,
+            verbose=0,
+            train_split=None,
+        )
         net.fit(x, y)
         return [p.detach() for p in net.module_.parameters()]
 
     base = skorch.NeuralNetRegressor
-    yield tried("`minimize_` in train_step", fitted(base), lambda: fitted(base), lambda: fitted(Ours), 0.0)
+    yield tried(
+        "`minimize_` in train_step", fitted(base), lambda: fitted(base), lambda: fitted(Ours), 0.0
+    )

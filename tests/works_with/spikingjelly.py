@@ -1,7 +1,7 @@
 """LIF nodes, whose potential is kept from step to step, with a surrogate gradient."""
 
 import torch
-from spikingjelly.activation_based import functional, layer, neuron, surrogate
+from spikingjelly.activation_based import functional, neuron, surrogate
 from torch import nn
 
 from tests.works_with._oracles import of_module
@@ -12,7 +12,12 @@ PIP = "spikingjelly"
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 6), neuron.ParametricLIFNode(surrogate_function=surrogate.ATan()), nn.Linear(6, 2), neuron.LIFNode(surrogate_function=surrogate.ATan()))
+        self.net = nn.Sequential(
+            nn.Linear(4, 6),
+            neuron.ParametricLIFNode(surrogate_function=surrogate.ATan()),
+            nn.Linear(6, 2),
+            neuron.LIFNode(surrogate_function=surrogate.ATan()),
+        )
 
     def forward(self, x):
         functional.reset_net(self)
@@ -21,4 +26,10 @@ class Net(nn.Module):
 
 def tries():
     x = torch.randn(5, 4, dtype=torch.float64)
-    yield from of_module(lambda: Net().double(), (x,), lambda m, x: (m(x) - 1).square().mean(), "", "steps functional samples")
+    yield from of_module(
+        lambda: Net().double(),
+        (x,),
+        lambda m, x: (m(x) - 1).square().mean(),
+        "",
+        "steps functional samples",
+    )

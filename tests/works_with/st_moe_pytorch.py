@@ -14,5 +14,9 @@ def loss(module, x):
 
 
 def tries():
-    make = lambda: MoE(dim=4, num_experts=3, gating_top_n=2, threshold_train=0.2, capacity_factor_train=2.0).double()
-    yield from of_module(make, (torch.randn(2, 6, 4, dtype=torch.float64),), loss, "", "steps functional")
+    make = lambda: MoE(
+        dim=4, num_experts=3, gating_top_n=2, threshold_train=0.2, capacity_factor_train=2.0
+    ).double()
+    yield from of_module(
+        make, (torch.randn(2, 6, 4, dtype=torch.float64),), loss, "", "steps functional"
+    )

@@ -22,4 +22,6 @@ def loss(module, x, y):
 
 
 def tries():
-    yield from of_module(make, (torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 1, dtype=torch.float64)), loss)
+    yield from of_module(
+        make, (torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 1, dtype=torch.float64)), loss
+    )

@@ -1,7 +1,5 @@
 """A nonlinear least-squares layer."""
 
-import theseus
-
 PIP = "theseus-ai==0.2.3"
 
 

@@ -16,7 +16,10 @@ def tries():
     def averaged(ours):
         torch.manual_seed(0)
         model = nn.Linear(3, 1)
-        optimizer, ema = torch.optim.Adam(model.parameters(), lr=1e-2), ExponentialMovingAverage(model.parameters(), decay=0.9)
+        optimizer, ema = (
+            torch.optim.Adam(model.parameters(), lr=1e-2),
+            ExponentialMovingAverage(model.parameters(), decay=0.9),
+        )
         for _ in range(4):
             loss = (model(x) - y).square().mean()
             if ours:
@@ -29,4 +32,10 @@ def tries():
         with ema.average_parameters():
             return [p.detach().clone() for p in model.parameters()]
 
-    yield tried("an average after `minimize_`", averaged(False), lambda: averaged(False), lambda: averaged(True), 0.0)
+    yield tried(
+        "an average after `minimize_`",
+        averaged(False),
+        lambda: averaged(False),
+        lambda: averaged(True),
+        0.0,
+    )

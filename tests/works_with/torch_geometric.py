@@ -1,7 +1,6 @@
 """A graph network: GCN, GAT and edge convolutions, and pooling, on a small graph."""
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch_geometric.nn import GATv2Conv, GCNConv, GINEConv, global_mean_pool
 
@@ -25,4 +24,10 @@ class Net(nn.Module):
 
 def tries():
     x = torch.randn(5, 3, dtype=torch.float64)
-    yield from of_module(lambda: Net().double(), (x,), lambda m, x: m(x).square().mean(), "", "steps gradient hvp functional unroll")
+    yield from of_module(
+        lambda: Net().double(),
+        (x,),
+        lambda m, x: m(x).square().mean(),
+        "",
+        "steps gradient hvp functional unroll",
+    )

@@ -11,4 +11,6 @@ PIP = "torch-harmonics"
 def tries():
     x = torch.randn(1, 8, 16, dtype=torch.float64)
     forward, inverse = th.RealSHT(8, 16).double(), th.InverseRealSHT(8, 16).double()
-    yield from of_function(lambda x: inverse(forward(x) * (1 + forward(x).abs())).square().mean(), x, tol=1e-4)
+    yield from of_function(
+        lambda x: inverse(forward(x) * (1 + forward(x).abs())).square().mean(), x, tol=1e-4
+    )

@@ -16,6 +16,6 @@ def tries():
         for name, cls in vars(torch_optimizer).items()
         if inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer)
     }
-    yield from of_each_optimizer(
-        {name: lambda params, cls=cls: cls(params, lr=1e-2) for name, cls in classes.items()}
-    )
+    yield from of_each_optimizer({
+        name: lambda params, cls=cls: cls(params, lr=1e-2) for name, cls in classes.items()
+    })

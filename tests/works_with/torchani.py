@@ -2,7 +2,6 @@
 
 import torch
 import torchani
-from torch import nn
 
 from tests.works_with._oracles import of_function
 
@@ -17,7 +16,11 @@ def tries():
     x = torch.tensor([[[0.0, 0.0, 0.1], [0.9, 0.0, 0.0], [-0.3, 0.9, 0.0]]], dtype=torch.float64)
 
     def energy(x):
-        out = features(species, x) if not hasattr(features, "forward_legacy") else features(species, x)
+        out = (
+            features(species, x)
+            if not hasattr(features, "forward_legacy")
+            else features(species, x)
+        )
         out = out if isinstance(out, torch.Tensor) else out[-1]
         return (out @ weights).tanh().sum()
 

@@ -20,9 +20,23 @@ class Field(nn.Module):
 
 def loss(module, x):
     path = torchcde.CubicSpline(torchcde.hermite_cubic_coefficients_with_backward_differences(x))
-    z = torchcde.cdeint(X=path, func=module, z0=module.start(path.evaluate(path.interval[0])), t=path.interval, adjoint=False, method="rk4")
+    z = torchcde.cdeint(
+        X=path,
+        func=module,
+        z0=module.start(path.evaluate(path.interval[0])),
+        t=path.interval,
+        adjoint=False,
+        method="rk4",
+    )
     return z[:, -1].square().mean()
 
 
 def tries():
-    yield from of_module(lambda: Field().double(), (torch.randn(3, 5, 2, dtype=torch.float64),), loss, "", "steps gradient hvp functional", tol=1e-4)
+    yield from of_module(
+        lambda: Field().double(),
+        (torch.randn(3, 5, 2, dtype=torch.float64),),
+        loss,
+        "",
+        "steps gradient hvp functional",
+        tol=1e-4,
+    )

@@ -24,5 +24,16 @@ class Layer(nn.Module):
 
 def tries():
     x = torch.randn(4, 4, dtype=torch.float64)
-    for name, options in {"implicit: ": {"ift": True}, "phantom (the default): ": {}, "unrolled: ": {"grad": 60, "core": "sliced"}}.items():
-        yield from of_module(lambda options=options: Layer(**options).double(), (x,), lambda m, x: m(x).square().mean(), name, "steps gradient hvp functional", tol=1e-4)
+    for name, options in {
+        "implicit: ": {"ift": True},
+        "phantom (the default): ": {},
+        "unrolled: ": {"grad": 60, "core": "sliced"},
+    }.items():
+        yield from of_module(
+            lambda options=options: Layer(**options).double(),
+            (x,),
+            lambda m, x: m(x).square().mean(),
+            name,
+            "steps gradient hvp functional",
+            tol=1e-4,
+        )

@@ -31,6 +31,8 @@ def tries():
 
         def ours(cls=cls):
             model = make()
-            return list(gradkit.combine(gradkit.per_loss_grads(losses(model), model), cls()).values())
+            return list(
+                gradkit.combine(gradkit.per_loss_grads(losses(model), model), cls()).values()
+            )
 
         yield tried(f"`combine` with {cls.__name__}", theirs(), theirs, ours)

@@ -27,7 +27,13 @@ def tries():
         state = chain.init(params)
         for _ in range(2):
             loss = (call(model, params, x) - y).square().mean()
-            grads = dict(zip(params, torch.autograd.grad(loss, params.values(), create_graph=True), strict=True))
+            grads = dict(
+                zip(
+                    params,
+                    torch.autograd.grad(loss, params.values(), create_graph=True),
+                    strict=True,
+                )
+            )
             updates, state = chain.update(grads, state, inplace=False)
             params = torchopt.apply_updates(params, updates, inplace=False)
         return (call(model, params, x) - y).square().mean()
@@ -41,4 +47,10 @@ def tries():
         model = make()
         return gradkit.value_and_grads(after(model), model)[1]["0.weight"].sum()
 
-    yield tried("`value_and_grads` through its loop", (after(make(1e-5)) - after(make(-1e-5))) / 2e-5, theirs, ours, 1e-4)
+    yield tried(
+        "`value_and_grads` through its loop",
+        (after(make(1e-5)) - after(make(-1e-5))) / 2e-5,
+        theirs,
+        ours,
+        1e-4,
+    )

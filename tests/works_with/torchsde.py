@@ -35,5 +35,18 @@ def by(solve, **options):
 
 def tries():
     batch = torch.randn(3, 2, dtype=torch.float64), torch.randn(3, 2, dtype=torch.float64)
-    yield from of_module(Process, batch, by(torchsde.sdeint, method="euler"), "sdeint: ", "steps gradient hvp functional unroll")
-    yield from of_module(Process, batch, by(torchsde.sdeint_adjoint, method="euler"), "adjoint: ", "steps functional hvp", tol=0.2)
+    yield from of_module(
+        Process,
+        batch,
+        by(torchsde.sdeint, method="euler"),
+        "sdeint: ",
+        "steps gradient hvp functional unroll",
+    )
+    yield from of_module(
+        Process,
+        batch,
+        by(torchsde.sdeint_adjoint, method="euler"),
+        "adjoint: ",
+        "steps functional hvp",
+        tol=0.2,
+    )

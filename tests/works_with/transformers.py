@@ -1,7 +1,7 @@
 """A Llama of two layers made from a config, in float64: the language-model loss."""
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
 
 from tests.works_with._oracles import of_module
 
@@ -15,7 +15,9 @@ def llama():
 
 
 def mamba():
-    return MambaForCausalLM(MambaConfig(vocab_size=13, hidden_size=8, state_size=4, num_hidden_layers=2)).double()
+    return MambaForCausalLM(
+        MambaConfig(vocab_size=13, hidden_size=8, state_size=4, num_hidden_layers=2)
+    ).double()
 
 
 def loss(module, ids):

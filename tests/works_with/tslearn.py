@@ -14,4 +14,6 @@ def tries():
     loss = SoftDTWLossPyTorch(gamma=0.5)
     yield from of_function(lambda x: loss(x, y).sum().sin(), x, "SoftDTW: ")
     normalized = SoftDTWLossPyTorch(gamma=0.5, normalize=True)
-    yield from of_function(lambda x: normalized(x, x.flip(1) * 0 + y[:, :4]).sum().sin(), x, "normalized: ")
+    yield from of_function(
+        lambda x: normalized(x, x.flip(1) * 0 + y[:, :4]).sum().sin(), x, "normalized: "
+    )

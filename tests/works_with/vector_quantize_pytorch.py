@@ -29,9 +29,13 @@ def tries():
     x = torch.randn(6, 4, dtype=torch.float64)
     for name, make in {
         "moving average: ": lambda: VectorQuantize(dim=4, codebook_size=8, decay=0.5),
-        "learned codebook: ": lambda: VectorQuantize(dim=4, codebook_size=8, learnable_codebook=True, ema_update=False),
+        "learned codebook: ": lambda: VectorQuantize(
+            dim=4, codebook_size=8, learnable_codebook=True, ema_update=False
+        ),
         "FSQ: ": lambda: FSQ(levels=[5, 5, 5, 5]),
         "LFQ: ": lambda: LFQ(codebook_size=16, dim=4),
     }.items():
         # A straight-through estimate is no derivative: the plain loop is the oracle.
-        yield from of_module(lambda make=make: Coded(make()).double(), (x,), loss, name, "steps functional")
+        yield from of_module(
+            lambda make=make: Coded(make()).double(), (x,), loss, name, "steps functional"
+        )

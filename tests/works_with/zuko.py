@@ -22,7 +22,17 @@ def tries():
         def make(cls=cls):
             return cls(features=2, context=0, transforms=2, hidden_features=(6,)).double()
 
-        yield from of_module(make, (x,), loss, f"{name}: ", "steps gradient samples hvp functional", tol=1e-4)
+        yield from of_module(
+            make, (x,), loss, f"{name}: ", "steps gradient samples hvp functional", tol=1e-4
+        )
     bisect = zuko.utils.bisection
     a = torch.tensor([0.7, 1.3], dtype=torch.float64)
-    yield from of_function(lambda a: bisect(lambda t: t**3 + t * a, torch.ones_like(a), 0 * a, 0 * a + 3, n=60, phi=(a,)).exp().sum(), a, "bisection: ")
+    yield from of_function(
+        lambda a: (
+            bisect(lambda t: t**3 + t * a, torch.ones_like(a), 0 * a, 0 * a + 3, n=60, phi=(a,))
+            .exp()
+            .sum()
+        ),
+        a,
+        "bisection: ",
+    )
