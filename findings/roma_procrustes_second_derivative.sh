@@ -6,8 +6,8 @@
 # through the cotangent, and lacks what goes through the vectors. special_procrustes (the nearest rotation), which
 # differentiates the decomposition itself, is right.
 #
-# Seen: for a function of the nearest rotation of a matrix with a positive determinant, for which both maps are the
-# same, equal gradients; a Hessian times a vector that agrees with differences for the one, and not for the other.
+# Seen: both gradients agree with differences; a Hessian times a vector agrees with differences of gradients for
+# special_procrustes, and is off by its whole norm for procrustes.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -20,7 +20,6 @@ import torch
 
 torch.manual_seed(0)
 matrix, along, weights = (torch.randn(3, 3, dtype=torch.float64) for _ in range(3))
-matrix = matrix if torch.linalg.det(matrix) > 0 else -matrix
 
 
 def slope(nearest, at, create_graph=False):
@@ -29,16 +28,18 @@ def slope(nearest, at, create_graph=False):
     return at, torch.autograd.grad(loss, at, create_graph=create_graph)[0]
 
 
-def off(nearest):
+def offs(nearest):
     at, grad = slope(nearest, matrix, create_graph=True)
     (product,) = torch.autograd.grad((grad * along).sum(), at)
-    right = (slope(nearest, matrix + 1e-5 * along)[1] - slope(nearest, matrix - 1e-5 * along)[1]) / 2e-5
-    return ((product - right).norm() / right.norm()).item()
+    after, before = matrix + 1e-5 * along, matrix - 1e-5 * along
+    first = ((nearest(after) * weights).sum().exp() - (nearest(before) * weights).sum().exp()) / 2e-5
+    second = (slope(nearest, after)[1] - slope(nearest, before)[1]) / 2e-5
+    return abs((grad * along).sum() - first).item(), ((product - second).norm() / second.norm()).item()
 
 
 maps = {"procrustes": lambda m: roma.procrustes(m)[0], "special_procrustes": roma.special_procrustes}
-assert torch.allclose(*(slope(nearest, matrix)[1] for nearest in maps.values()), rtol=1e-3)
-offs = {name: off(nearest) for name, nearest in maps.items()}
-print("off by", offs)
-assert offs["procrustes"] > 0.02 and offs["special_procrustes"] < 1e-6
+seen = {name: offs(nearest) for name, nearest in maps.items()}
+print("off in the gradient, and of the Hessian times a vector:", seen)
+assert all(first < 1e-6 for first, _ in seen.values())
+assert seen["procrustes"][1] > 0.1 and seen["special_procrustes"][1] < 1e-5
 PYTHON

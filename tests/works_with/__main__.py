@@ -46,8 +46,8 @@ def tried(name: str, folder: Path) -> dict[str, Any]:
     python = environment(folder / name)
     installed = subprocess.run(
         [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet",
-         "--disable-pip-version-check", "--prefer-binary", "--no-compile", "-c", str(constraint(folder)),
-         *_page.constant(name, "PIP").split()],
+         "--disable-pip-version-check", "--prefer-binary", "--no-compile",
+         "-c", str(constraint(folder)), *_page.constant(name, "PIP").split()],
         capture_output=True, text=True, timeout=SECONDS_TO_INSTALL, check=False,
     )  # fmt: skip
     if installed.returncode:

@@ -13,14 +13,18 @@ PAGE = FOLDER.parents[1] / "docs" / "works_with.md"
 HEAD = """\
 # Works with
 
-Libraries that people use, tried with gradkit. Each was installed in a temporary environment beside torch {torch}, and a
-small program ran: the result of plain torch and that of gradkit are both compared with an oracle, a difference quotient in
-float64 for a derivative, and the plain loop, bit for bit, for steps. All of it ran once more inside `gradkit.checked()`.
-`make works-with ONLY="einops peft"` runs some again; the programs are in `tests/works_with/`.
+Libraries that people use, tried with gradkit. Each is installed in a temporary environment beside
+torch {torch}, and a small program runs: the result of plain torch and that of gradkit are both
+compared with an oracle, a difference quotient in float64 for a derivative, and the plain loop, bit
+for bit, for steps; and once more inside `gradkit.checked()`. `make works-with ONLY="einops peft"`
+runs some again; the programs are in `tests/works_with/`.
 
-**Right** is what gradkit gets right. **Refused** is a `GradkitError` that names the reason. **Wrong in the library** is a
-derivative that the library gets silently wrong without gradkit, and what gradkit does then. `gradkit.func.check_grads(fn, x)`
-compares any of these with differences.
+**Refused** is a `GradkitError` that names the reason. **Differs without gradkit** is a result of
+the library and plain torch that is not the oracle's: a derivative that the library gets silently
+wrong (the scripts in `findings/` are about such), an estimate by design, a point at which there is
+no derivative, or a program that is random. "The same with it" means that gradkit does not see it;
+`gradkit.func.check_grads(fn, x)` compares with differences. Where `hvp` is refused for a Function
+whose forward takes `ctx`, two eager calls with `create_graph=True` may compute the same.
 
 {counted}
 
@@ -81,14 +85,18 @@ def _words(outcome: dict[str, str]) -> str:
     if ours.startswith(_REFUSED):
         reason = _reason(ours)
         if torch.startswith(_WRONG):
-            return f"**wrong in the library**; refused ({reason})"
+            return f"**differs without gradkit**; refused ({reason})"
         if torch.startswith(_RAISES):
             return f"raises without gradkit, too; refused ({reason})"
         return f"refused ({reason})"
     if ours.startswith(_WRONG):
-        seen = "refused in `checked()`" if checked.startswith(_REFUSED) else "not seen"
+        if torch.startswith(_RAISES):
+            return "**wrong**, where torch.func raises"
+        if torch == "right":
+            return "**wrong**"
+        seen = "refused in `checked()`" if checked.startswith(_REFUSED) else "the same with it"
         seen = "right in `checked()`" if checked == "right" else seen
-        return f"**wrong in the library**; {seen}" if torch != "right" else f"WRONG; {seen}"
+        return f"**differs without gradkit**; {seen}"
     if ours == "right":
         return f"right; in `checked()`: {_reason(checked)}"
     return "raises, without gradkit, too" if torch.startswith(_RAISES) else ours

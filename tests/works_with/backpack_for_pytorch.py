@@ -7,6 +7,7 @@ from torch import nn
 from tests.works_with._oracles import mse, of_module
 
 PIP = "backpack-for-pytorch"
+NOTE = "`hvp` before `extend`"
 
 
 def tries():

@@ -7,6 +7,7 @@ from torch import nn
 from tests.works_with._oracles import of_function, of_module
 
 PIP = "e3nn"
+NOTE = "a loss that calls `requires_grad_()` runs eagerly, or takes its inner gradient by `gradkit.func`"
 
 
 class Energy(nn.Module):

@@ -6,6 +6,7 @@ import torch
 from tests.works_with._oracles import in_float64, of_function, of_module
 
 PIP = "gpytorch"
+NOTE = "second derivatives by the inputs: a kernel written out"
 Y = torch.linspace(-1, 1, 6, dtype=torch.float64).sin()
 
 

@@ -6,6 +6,7 @@ import torch
 from tests.works_with._oracles import of_function
 
 PIP = "linear_operator"
+NOTE = "second derivatives: `settings.fast_computations(False, False, False)`"
 
 
 def tries():

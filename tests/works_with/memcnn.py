@@ -7,6 +7,7 @@ from torch import nn
 from tests.works_with._oracles import of_module
 
 PIP = "memcnn"
+NOTE = "a reentrant checkpoint: `gradkit.func.checkpoint`, or `use_reentrant=False`"
 
 
 def make():

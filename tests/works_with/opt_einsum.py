@@ -9,7 +9,7 @@ PIP = "opt_einsum"
 
 
 def tries():
-    a, b = torch.randn(3, 4, dtype=torch.float64), torch.randn(4, 5, dtype=torch.float64)
+    a = torch.randn(3, 4, dtype=torch.float64)
     yield from of_function(
         lambda x: contract("ij,jk,kl->il", a, x.sin(), x.T @ x).square().sum(),
         torch.randn(4, 3, dtype=torch.float64) @ torch.randn(3, 4, dtype=torch.float64) / 4

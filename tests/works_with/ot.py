@@ -6,6 +6,7 @@ import torch
 from tests.works_with._oracles import of_function
 
 PIP = "POT"
+NOTE = "the Bures distance: write the root with `torch.linalg.eigh`"
 
 
 def tries():

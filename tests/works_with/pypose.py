@@ -6,6 +6,7 @@ import torch
 from tests.works_with._oracles import of_function
 
 PIP = "pypose"
+NOTE = "second derivatives: by differences of gradients, or with rotation matrices"
 
 
 def tries():

@@ -7,6 +7,7 @@ from torch import nn
 from tests.works_with._oracles import of_module
 
 PIP = "revtorch"
+NOTE = "steps and gradients by the eager calls; nothing that runs the module as a function"
 
 
 def make():

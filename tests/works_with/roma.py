@@ -6,6 +6,7 @@ import torch
 from tests.works_with._oracles import of_function
 
 PIP = "roma"
+NOTE = "second derivatives: `special_procrustes`"
 
 
 def tries():

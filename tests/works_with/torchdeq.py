@@ -7,6 +7,7 @@ from torchdeq import get_deq
 from tests.works_with._oracles import of_module
 
 PIP = "torchdeq"
+NOTE = 'second derivatives: `core="sliced"`, unrolled; the default gradient is an estimate'
 
 
 class Layer(nn.Module):

@@ -7,6 +7,7 @@ from torchdiffeq import odeint, odeint_adjoint
 from tests.works_with._oracles import of_function, of_module
 
 PIP = "torchdiffeq"
+NOTE = "with `make_functional`, use `odeint`: the adjoint calls the module in the backward pass, when its own parameters are back; `hvp` of a Function without `setup_context`: two eager calls with `create_graph=True`"
 
 
 class Field(nn.Module):

@@ -7,6 +7,7 @@ from torch import nn
 from tests.works_with._oracles import of_module
 
 PIP = "torchsde"
+NOTE = "with `make_functional`, use `sdeint`, for the same reason as torchdiffeq"
 
 
 class Process(nn.Module):

@@ -79,6 +79,7 @@ def tries():
         lambda a: quad(lambda x, a: (a * x).sin(), 0.0, 1.0, params=(a,), n=20).exp().sum(),
         a,
         "quad: ",
+        second=False,
         tol=1e-4,
     )
     knots = torch.linspace(0, 1, 5, dtype=torch.float64)
