@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -25,7 +26,7 @@ def named(page: str) -> set[str]:
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
-def test_every_public_call_is_on_the_page(module: object) -> None:
+def test_every_public_call_is_on_the_page(module: ModuleType) -> None:
     calls = [name for name in module.__all__ if inspect.isfunction(getattr(module, name))]
     assert calls
     assert sorted({*calls} - named(PAGE)) == []

@@ -294,7 +294,7 @@ class WithoutALength(tuple[int, ...]):
 
 def test_a_tuple_that_has_no_length_is_walked_over(device: torch.device) -> None:
     layer = nn.Linear(2, 1, bias=False, device=device)
-    layer.kept = WithoutALength((1, 2))
+    vars(layer)["kept"] = WithoutALength((1, 2))
     call, params, buffers = func.make_functional(layer)
 
     def loss(p: Any) -> Tensor:

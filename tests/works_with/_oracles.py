@@ -267,7 +267,9 @@ class _Tried:
             optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
             for _ in range(3):
                 step(optimizer, self.value(module), module)
-            return [*(p.detach() for p in module.parameters()), *module.buffers()]
+            return [p.detach() for p in module.parameters() if p.requires_grad] + [
+                *module.buffers()
+            ]
 
         def plain(optimizer: Any, loss: Tensor, module: nn.Module) -> None:
             optimizer.zero_grad()
@@ -352,9 +354,12 @@ class _Tried:
         def ours() -> Any:
             module = self.make()
             fn = self._by_make_functional(module)
-            before = [t.clone() for t in (*module.parameters(), *module.buffers())]
+            trained = [
+                p for p in module.parameters() if p.requires_grad
+            ]  # others may have no equal
+            before = [t.clone() for t in (*trained, *module.buffers())]
             grads = gradkit.func.value_and_grads(fn, create_graph=False)(self.params)[1]
-            after = (*module.parameters(), *module.buffers())
+            after = (*trained, *module.buffers())
             assert all(map(torch.equal, before, after)), "the module was changed"
             return grads
 
