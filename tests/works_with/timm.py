@@ -6,6 +6,7 @@ import torch
 from tests.works_with._oracles import of_module
 
 PIP = "timm"
+NOTE = "its torchvision is built for CUDA, and does not load beside a torch for the CPU"
 
 
 def loss(module, x, y):
