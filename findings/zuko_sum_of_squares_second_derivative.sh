@@ -6,7 +6,7 @@
 # trained, a meta-gradient) lacks what goes through these, and raises nothing, as other paths lead to the parameters.
 #
 # Seen: the gradient of log_prob by the context agrees with differences, the Hessian times a vector is off by more than
-# half of its norm; for the affine flow MAF both agree.
+# a third of its norm; for the affine flow MAF both agree.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -45,5 +45,5 @@ def offs(flow_class):
 seen = {flow.__name__: offs(flow) for flow in (zuko.flows.SOSPF, zuko.flows.MAF)}
 print("off in the gradient, and of the Hessian times a vector:", seen)
 assert all(first < 1e-6 for first, _ in seen.values())
-assert seen["SOSPF"][1] > 0.5 and seen["MAF"][1] < 1e-5
+assert seen["SOSPF"][1] > 0.3 and seen["MAF"][1] < 1e-5
 PYTHON
