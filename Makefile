@@ -36,6 +36,7 @@ help:
 	@echo 'make check      ruff, strict types, import-linter, docs with warnings as errors'
 	@echo 'make bench      what gradkit costs; ROOMS="training guarded" for some of it'
 	@echo 'make docs       the site, in docs/_build/html'
+	@echo 'make works-with  libraries that people use; ONLY="einops peft" for some of them'
 	@echo 'make fuzz       random programs with gradkit and with plain torch; SECONDS=600 SEED=1'
 	@echo 'make gpu        all tests and benchmarks on CUDA; make gpu-wheels for a machine without network'
 	@echo 'make clean      remove what these have made'
@@ -80,6 +81,12 @@ SECONDS ?= 600
 SEED ?= 0
 fuzz: $(VENV)/ready
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) --seed $(SEED)
+
+# Libraries that people use, each in an environment of its own, and the page that shows the results:
+# make works-with ONLY="einops peft". Exit status 1 if something is no longer right.
+.PHONY: works-with
+works-with: $(VENV)/ready
+	$(BIN)/python -m tests.works_with $(if $(ONLY),--only '$(ONLY)')
 
 # Branches of gradkit that `make test` does not take, those in processes that it starts included.
 coverage: $(VENV)/ready

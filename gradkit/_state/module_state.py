@@ -107,11 +107,13 @@ def _reachable(attributes: _Attributes) -> Iterator[tuple[str, Any]]:
                 yield path, value
                 continue
             container = getattr(value, "__dict__", ()) if kind is object else value
-            if len(container) > _LONGEST:
+            # A tuple's own methods: a subclass of a user's may lack a length (e3nn's Irreps).
+            inner = [*tuple.__iter__(container)] if isinstance(container, tuple) else container
+            if len(inner) > _LONGEST:
                 continue
             yield path, container
             form = "{}.{}" if kind is object else "{}[{!r}]"
-            pairs = container.items() if isinstance(container, dict) else enumerate(container)
+            pairs = inner.items() if isinstance(inner, dict) else enumerate(inner)
             below += [(form.format(path, key), x) for key, x in pairs]
         attributes = below
 

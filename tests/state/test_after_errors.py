@@ -278,3 +278,28 @@ def test_check_grads_of_a_function_that_writes_on_a_tensor_from_outside(
     func.check_grads(lambda w: own.mul_(w).square().sum(), torch.full_like(own, 2.0))
     assert not own.requires_grad
     assert own.tolist() == [1.0, 1.0]
+
+
+class WithoutALength(tuple[int, ...]):
+    """A tuple whose length and items are not for a walk over them, as e3nn's Irreps."""
+
+    __slots__ = ()
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __iter__(self) -> Any:
+        raise NotImplementedError
+
+
+def test_a_tuple_that_has_no_length_is_walked_over(device: torch.device) -> None:
+    layer = nn.Linear(2, 1, bias=False, device=device)
+    vars(layer)["kept"] = WithoutALength((1, 2))
+    call, params, buffers = func.make_functional(layer)
+
+    def loss(p: Any) -> Tensor:
+        out: Tensor = call(p, buffers, torch.ones(1, 2, device=device))[0]
+        return out.sum()
+
+    grads = func.value_and_grads(loss, create_graph=False)(params)[1]
+    assert torch.equal(grads["weight"], torch.ones(1, 2, device=device))
