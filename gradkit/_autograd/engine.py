@@ -23,6 +23,7 @@ from gradkit._checks.recomputations import refuse_checkpoint_error
 from gradkit._compat.autograd import (
     current_pass,
     function_mode_enabled,
+    jagged_offsets,
     record_stream,
     run_engine,
     tensor_hooks,
@@ -168,6 +169,8 @@ def run_backward(
         leaves = [*call.whole.leaves.values()] if variables is None else variables
         if recomputed_tensor_sources and not PLAIN_TYPES.issuperset(map(type, leaves)):
             leaves = []  # of shards, as in `run_grad`
+    if jagged_offsets.data:
+        _refuse_nested(call, variables)
     with _grads_restored_on_error(call) if restoring else INSIDE, formulas, INSIDE:
         try:
             options = retain_graph, call.create_graph
@@ -180,7 +183,6 @@ def run_backward(
                 arguments = tuple(outputs), tuple(cotangents), *options, tuple(variables or ())
                 run_engine(*arguments, True, accumulate=True)
             else:
-                _refuse_nested(call, variables)
                 torch.autograd.backward(outputs, seeds, *options, inputs=variables)
         except RuntimeError as error:
             _raise_named(error, call)
@@ -190,7 +192,7 @@ def run_backward(
 def _refuse_nested(call: Call, variables: Sequence[Tensor] | None) -> None:
     """Raise before a pass that adds to the `.grad` of a nested leaf, which torch cannot."""
     leaves = call.whole.leaves.values() if variables is None else variables
-    if any(leaf.is_nested and leaf.grad is not None for leaf in leaves):
+    if any(leaf.layout == torch.jagged and leaf.grad is not None for leaf in leaves):
         expected, got = "a nested leaf whose .grad is None", "one that has a gradient already"
         fix = "gradkit.add_grads_(n, gradkit.value_and_grads(loss, n)[1])"
         raise UnsupportedGraphError(message(call.losses.path(0), expected, got, fix))

@@ -15,7 +15,7 @@ from gradkit._compat.dynamo import is_exporting
 from gradkit._compat.nodes import CHANGED
 from gradkit._compat.transforms import BATCH, BATCH_FAILURES, transforms
 from gradkit._state import rng
-from gradkit._torch_bugs.missing import missing_derivative, way_out_of
+from gradkit._torch_bugs.missing import OF_NESTED, missing_derivative, way_out_of
 from gradkit.errors import (
     DetachedLossError,
     FreedGraphError,
@@ -69,6 +69,8 @@ def _why_refused(error: Exception, nested: bool) -> tuple[str, str, str] | None:
     if hook is not None:
         return _DIFFERENTIABLE, hook, _REMOVE
     text = str(error).partition("\n")[0].partition(" Hint: ")[0].rstrip(".")
+    if any(_module_of(frame).startswith("torch.nested") for frame in _frames(error)):
+        return "dense tensors", *OF_NESTED
     if not isinstance(error, GradkitError):
         reason = missing_derivative(error)
         if reason is not None:
