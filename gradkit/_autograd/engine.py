@@ -8,10 +8,12 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
+from traceback import walk_tb
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.func import vmap
 
 from gradkit._checks.circumstances import HOOKS, SUBCLASSES, around
@@ -104,6 +106,9 @@ def run_grad(
             record_stream(grads)
     except RuntimeError as error:
         _raise_named(error, call)
+        raise
+    except (AttributeError, LookupError, TypeError) as error:
+        _raise_of_function(error, call)
         raise
     return _without_partial_sums(grads, inputs) if recomputed_tensor_sources else list(grads)
 
@@ -257,6 +262,20 @@ def _raise_named(error: RuntimeError, call: Call) -> None:
     refuse_checkpoint_error(error, where, call.outputs)
     if any(change in text for change in CHANGED):
         raise UnsupportedGraphError(modified_message(error, call)) from error
+
+
+def _raise_of_function(error: Exception, call: Call) -> None:
+    """Raise gradkit's error for that of a Function's backward which several passes run."""
+    owners = (frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__))
+    node = next((owner for owner in owners if isinstance(owner, BackwardCFunction)), None)
+    if node is not None and len(call.passes) + call.losses.leaves[0].numel() > 2:
+        name = user_code.name_of_function(type(node))
+        got = f"{name}, which fails in one of several ({type(error).__name__}: {error}): its first "
+        got += "pass has freed what it had kept on ctx, or it fails by itself"
+        fix = "keep tensors by ctx.save_for_backward, and leave ctx as it is in backward; or take "
+        fix += "one pass: gradkit.value_and_grads(losses, params)"
+        expected, where = "Functions whose backward can run more than once", call.losses.path(0)
+        raise UnsupportedGraphError(message(where, expected, got, fix)) from error
 
 
 _UNDER_BACKWARD = "compatible with .grad()"  # says a checkpoint of another library

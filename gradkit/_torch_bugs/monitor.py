@@ -41,6 +41,7 @@ from gradkit._compat.transforms import (
     function_modes,
     jvp_level,
     level_of,
+    recording_levels,
     set_compiles_scripted,
     transforms,
     unbatched,
@@ -273,8 +274,12 @@ class OpMonitor(TorchFunctionMode):
         # The gradient of a linear function has no graph, as one that the user's code has cut.
         roots = [x for x in map(unbatched, pytree.tensors(args[0])) if x.requires_grad]
         may_be_cut = functions_alive().users and user_functions(Subgraph(roots).kinds)
-        # In a transform the function has entered, hooks of earlier tensors have no part.
-        has_hooks = hooks_made() > self._hooks if transforms() else hooks_registered()
+        # Hooks of earlier tensors have no part in a transform that the function has entered.
+        has_hooks = hooks_registered() and (
+            not transforms()
+            or hooks_made() > self._hooks
+            or any(map(recording_levels, pytree.tensors(result)))
+        )
         if may_be_cut or has_hooks or FORWARD in transforms():
             return result
         return tuple(with_zero_derivatives(result, pytree.tensors(args)))

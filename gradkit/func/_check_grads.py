@@ -29,6 +29,7 @@ from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
 from gradkit._core.call import check_function, is_positive_int
 from gradkit._core.graph import Subgraph, edge
+from gradkit._core.leaf_arithmetic import refuse_meta
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.user_code import captured_by
 from gradkit._state.snapshot import Snapshot
@@ -106,6 +107,7 @@ def check_grads(
     check_function(fn)
     _check_options(order, modes, atol=atol, rtol=rtol, eps=eps)
     arguments = read_arguments(args, argnums, is_variable=_is_variable, dense=True)
+    refuse_meta(arguments.variables, arguments.path)
     captured = captured_by((fn, args))
     with leave_inference_mode(record=True):
         leaves, spec = pytree.flatten(arguments.args)
@@ -162,7 +164,12 @@ def _is_number(x: object) -> bool:
 def _in_double(x: Any) -> Any:
     if isinstance(x, Tensor):
         dtype = torch.promote_types(x.dtype, torch.float64) if _is_number(x) else x.dtype
-        return x.detach().to(dtype, copy=True)
+        try:
+            return x.detach().to(dtype, copy=True)
+        except (RuntimeError, TypeError):
+            if x.requires_grad or not isinstance(x, nn.Parameter):
+                raise
+            return x  # a frozen quantized weight, which knows few operations
     return deepcopy(x).double() if isinstance(x, nn.Module) else x
 
 

@@ -73,7 +73,8 @@ def make_functional(module: nn.Module) -> tuple[ModuleCall, Named, Named]:
     Raises:
         LeafTypeError: It is no module, or a lazy one that has not run yet.
         UnsupportedGraphError: A module wrapped by DistributedDataParallel or FSDP, or an embedding
-            with `max_norm`, which writes on its weight. `call` raises it for any module that does.
+            with `max_norm`, which writes on its weight, or one compiled by torch.jit. `call` raises
+            it for any module that writes on its parameters.
 
     Source:
         `torch.func.functional_call`,
@@ -101,6 +102,7 @@ def functional(module: nn.Module) -> tuple[ModuleCall, Named, Named]:
     for name, tensor in {**params, **own_buffers}.items():
         require_tensor(tensor, partial("module.{}".format, name))
     _refuse_writing(module)
+    _refuse_compiled(module)
     own, names, buffer_names = list(params.values()), list(params), list(own_buffers)
     first_name = {id(buffer): name for name, buffer in reversed(own_buffers.items())}
     # A buffer that stands in the module under several names is given, and looked for, under all.
@@ -230,6 +232,21 @@ def _refuse_writing(module: nn.Module) -> None:
             got = "an embedding with max_norm, which writes on its weight in every forward pass"
             fix = "max_norm=None, and scale the output"
             raise UnsupportedGraphError(message(where, _READS_ONLY, got, fix))
+
+
+def _refuse_compiled(module: nn.Module) -> None:
+    """Raise for modules of torch.jit in whose place torch can put no other tensors."""
+    for name, part in module.named_modules():
+        if isinstance(part, _REFUSED_BY_TORCH):
+            is_script = isinstance(part, torch.jit.ScriptModule)
+            is_traced = isinstance(part, torch.jit.TopLevelTracedModule)
+            if part is module or is_traced or (is_script and any(True for _ in part.buffers())):
+                fix = "make_functional of the module that torch.jit has compiled; or, for a first "
+                fix += "derivative, gradkit.value_and_grads(loss, module)"
+                fix = fix if is_script else "make_functional(module.module)"
+                expected, where = "a module that takes other parameters", f"module.{name}"
+                got = f"{describe(part)}, which does not"
+                raise UnsupportedGraphError(message(where.rstrip("."), expected, got, fix))
 
 
 def read_named(tensors: Any, names: list[str], root: str) -> Named:

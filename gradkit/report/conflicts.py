@@ -15,7 +15,13 @@ from torch import Tensor
 
 from gradkit._core import pytree
 from gradkit._core.call import check_option
-from gradkit._core.leaf_arithmetic import products, real_vector, symmetrized, with_zeros
+from gradkit._core.leaf_arithmetic import (
+    products,
+    real_vector,
+    refuse_meta,
+    symmetrized,
+    with_zeros,
+)
 from gradkit._core.pytree import PyTree
 from gradkit._core.tables import Block, Report, Table, listed, plural, styled
 from gradkit.errors import LeafTypeError, StructureError, message
@@ -147,10 +153,12 @@ def conflicts(
     """
     check_option("by", by, (None, "module"))
     rows = read_per_loss_rows(per_loss, losses)
+    leaves, spec = pytree.flatten(per_loss)
+    refuse_meta(leaves, lambda index: pytree.path(spec, index, "per_loss"))
     _refuse_losses(rows)
     names = _names(per_loss, losses)
-    _, spec = pytree.flatten(rows.unflatten(rows.rows[0]))
-    labels = pytree.labels(spec, "param")
+    _, spec_of_row = pytree.flatten(rows.unflatten(rows.rows[0]))
+    labels = pytree.labels(spec_of_row, "param")
     params = {labels[leaf]: leaf for leaf in rows.examples()}
     groups: dict[str, list[int]] = {}  # the leaves that are directly in each module
     modules: dict[str, None] = {}
