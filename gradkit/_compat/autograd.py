@@ -37,6 +37,8 @@ increment_version: Callable[[Iterable[Tensor]], None] = torch._C._increment_vers
 sequence_number: Callable[[Node], int] = methodcaller("_sequence_nr")
 # The number of the engine's pass that runs in this thread; -1 outside of passes.
 current_pass: Callable[[], int] = torch._C._current_graph_task_id
+# The node that the engine executes in this thread.
+current_node: Callable[[], Node] = torch._C._current_autograd_node
 # Whether a TorchFunctionMode is active, which sees what torch.autograd.grad is called with.
 function_mode_enabled: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
 # Calls a function once the pass of this thread is done, which raises what that raises: before it
