@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
@@ -16,7 +16,7 @@ from gradkit._checks.eager_graph import refusal_reasons
 from gradkit._checks.modified_tensors import modified_since_saved
 from gradkit._checks.reachability import is_fsdp_shard
 from gradkit._compat.autograd import without_torch_function
-from gradkit._compat.nodes import any_released, names_by_kind
+from gradkit._compat.nodes import any_released, names_by_kind, packed_tensors
 from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
 from gradkit._core.call import read_losses
@@ -203,7 +203,7 @@ def explain(losses: PyTree, params: PyTree) -> Explanation:
         >>> explanation = gradkit.report.explain(losses, {"w": w, "v": v})
         >>> verdicts = explanation.verdicts
         >>> verdicts["fit"]["w"].status, verdicts["aux"]["w"].status
-        ('reached', 'not in the graph')
+        ('reached', 'detached')
         >>> explanation.params["v"], explanation.losses["fit"].nodes
         (('aux',), 2)
 
@@ -428,6 +428,11 @@ _SAME_MEMORY = Verdict(
     "not in the graph",
     "another tensor with the same memory is: this one is its .data, its detach() or another view",
 )
+_DETACHED = Verdict(
+    "detached",
+    "the loss was computed with its value as a constant: the path is cut right at it (detach(), "
+    ".data, no_grad, or requires_grad set too late)",
+)
 _NOT_THERE = Verdict(
     "not in the graph",
     "the loss was not computed from it, or the path is cut (detach(), .data, .item(), no_grad, "
@@ -473,11 +478,10 @@ class Reachability:
             has_rebuilt_history(variable) or was_used_before_change(variable, self.graph.nodes)
         ):
             return _CHANGED
-        storage, span = _memory_of(variable)
-        # One storage, such as a flat vector of many parameters, may have a part for each.
-        spans = self._memory.get(storage, ())
-        if any(span.start < other.stop and other.start < span.stop for other in spans):
+        if _is_within(variable, self._memory):
             return _SAME_MEMORY
+        if _is_within(variable, self._saved):
+            return _DETACHED
         has_checkpoint = any(kind.__name__ == _CHECKPOINT for kind in self.graph.kinds)
         return _PERHAPS_INSIDE if has_checkpoint else _NOT_THERE
 
@@ -487,11 +491,27 @@ class Reachability:
 
     @cached_property
     def _memory(self) -> dict[int, list[range]]:
-        """The spans of bytes of the leaves in the graph, by storage."""
-        spans: dict[int, list[range]] = {}
-        for storage, span in map(_memory_of, self.graph.leaves.values()):
-            spans.setdefault(storage, []).append(span)
-        return spans
+        return _spans(self.graph.leaves.values())
+
+    @cached_property
+    def _saved(self) -> dict[int, list[range]]:
+        packed = (one for node in self.graph.nodes for _, one in packed_tensors(node))
+        return _spans(one.data for one in packed if isinstance(one.data, Tensor))
+
+
+def _spans(tensors: Iterable[Tensor]) -> dict[int, list[range]]:
+    """Return the spans of bytes of some tensors, by storage."""
+    spans: dict[int, list[range]] = {}
+    for storage, span in map(_memory_of, tensors):
+        spans.setdefault(storage, []).append(span)
+    return spans
+
+
+def _is_within(tensor: Tensor, spans: dict[int, list[range]]) -> bool:
+    """Return whether a tensor shares memory with one of these."""
+    # One storage, such as a flat vector of many parameters, may have a part for each.
+    storage, span = _memory_of(tensor)
+    return any(span.start < one.stop and one.start < span.stop for one in spans.get(storage, ()))
 
 
 def checkpointed_tensors(graph: Subgraph) -> dict[int, Tensor]:
