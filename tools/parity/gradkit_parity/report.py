@@ -136,7 +136,7 @@ def difference(
         return ParityDifference("zero", why, 0.0, relative)
     if not want.count_nonzero():
         return ParityDifference("not zero", "there is none in one process", None, relative)
-    for kind, why, factor, other in _explanations(param, got, want, given):
+    for kind, why, factor, other in _explanations(param, want, given):
         if equals(other):
             return ParityDifference(kind, why, factor, relative)
     if given.draws:
@@ -152,9 +152,7 @@ def difference(
 _Explanation: TypeAlias = tuple[str, str, float | None, Tensor]  # kind, why, factor, gradient
 
 
-def _explanations(
-    param: str, got: Tensor, want: Tensor, given: Suspects
-) -> Iterator[_Explanation]:
+def _explanations(param: str, want: Tensor, given: Suspects) -> Iterator[_Explanation]:
     """Yield the gradients that known mistakes give, those that are told apart best first."""
     for size, n in given.sizes.items():
         root = n**0.5
@@ -168,10 +166,7 @@ def _explanations(
     # Before the parts, whose steps may have the same mistake: their mean is the gradient then.
     for loss, grads in given.losses.items() if len(given.losses) > 1 else ():
         alone = grads.get(param, 0 * want)
-        every = [0.0, *(t for n in given.sizes.values() for t in (n, 1 / n))]
-        if want.numel() > 1 and alone.count_nonzero():
-            every.append(1 + float(((got - want) * alone.conj()).sum().real / alone.norm() ** 2))
-        for times in every:
+        for times in dict.fromkeys((0, *(t for n in (*given.sizes.values(), 2) for t in (n, 1 / n)))):
             kind = f"loss {loss!r} x {times:.4g}" if times else f"without loss {loss!r}"
             why = "this loss does not reach it, or has another weight in this layout"
             yield kind, why, None, want + (times - 1) * alone
