@@ -212,12 +212,13 @@ ZERO_TENSOR = "ZeroTensors are immutable"
 RUNS_BACKWARD = (
     _DIFFERENTIABLE,
     "a call of backward(), retain_grad() or requires_grad_(), or of torch.autograd.functional",
-    "nest gradkit.func or torch.func calls, and return intermediate values as aux",
+    "nest gradkit.func or torch.func calls, and return intermediate values as aux; or, for a first "
+    f"derivative, {_EAGERLY}",
 )
 WRITES_OUTSIDE = (
     _DIFFERENTIABLE,
     "an in-place operation on a tensor from outside: batch norm in train mode, say",
-    f"{_MAKE_FUNCTIONAL}, and return the new buffers as aux",
+    f"{_MAKE_FUNCTIONAL}, and return the new buffers as aux; or, for a first derivative, {_EAGERLY}",
 )
 WRITES_ON_ARGUMENT = (
     "a function that leaves its arguments as they are",
