@@ -290,7 +290,7 @@ def _other_tree(by_rank: Sequence[Any], rank: int) -> str:
     """Return the message for a rank that has added other losses, or counts of another kind."""
     first = next(index for index, one in enumerate(by_rank) if one)
     shown = [
-        f"{', '.join(pytree.paths(losses, 'loss_sum'))} with {'one count' if count == 1 else 'a count each'}"
+        f"{', '.join(pytree.paths(losses, 'loss_sum'))} with {count} count{'s' * (count > 1)}"
         for losses, count in (by_rank[first], by_rank[rank])
     ]
     fix = "add the same losses on all; one that a rank lacks as a zero with the count 0: "

@@ -78,7 +78,9 @@ def refuse_in_call(call: Call) -> None:
             _refuse_values(partial(call.losses.path, index), nodes, create_graph=False)
 
 
-def _refuse_values(where: Callable[[], str], nodes: Collection[Node], *, create_graph: bool) -> None:
+def _refuse_values(
+    where: Callable[[], str], nodes: Collection[Node], *, create_graph: bool
+) -> None:
     """Raise if torch gets the derivative of a node wrong for the values that it has saved."""
     # Below a dispatch mode, such as that of `checked`, torch decomposes matrices.
     decomposes = transforms.count_dispatch_modes() > 0 or is_checked()

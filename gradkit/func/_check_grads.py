@@ -391,7 +391,9 @@ class Derivatives:
         kinks = [p for p in pairs if abs(p[0] - p[1]) > _KINK * max(abs(got), *map(abs, p))]
         fixes = ["make the matrix symmetric in fn, (a + a.mT) / 2"] if self.symmetric else []
         if agreeing and not self.symmetric and _enters_no_grad(self):
-            fix = "leave no_grad out of fn, which forward mode does not heed; or pass what is meant "
+            fix = (
+                "leave no_grad out of fn, which forward mode does not heed; or pass what is meant "
+            )
             fixes.append(f"{fix}as a constant: check_grads(fn, x, constant)")
         elif agreeing:
             fixes.append(f"differentiate by what agrees: {', '.join(agreeing)}")

@@ -218,7 +218,8 @@ RUNS_BACKWARD = (
 WRITES_OUTSIDE = (
     _DIFFERENTIABLE,
     "an in-place operation on a tensor from outside: batch norm in train mode, say",
-    f"{_MAKE_FUNCTIONAL}, and return the new buffers as aux; or, for a first derivative, {_EAGERLY}",
+    f"{_MAKE_FUNCTIONAL}, and return the new buffers as aux; or, for a first derivative, "
+    f"{_EAGERLY}",
 )
 WRITES_ON_ARGUMENT = (
     "a function that leaves its arguments as they are",

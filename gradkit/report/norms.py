@@ -14,12 +14,7 @@ from torch.distributed import ReduceOp
 
 from gradkit._compat.distributed import is_dtensor, local_part, sharding, whole_sums
 from gradkit._core import pytree
-from gradkit._core.leaf_arithmetic import (
-    norms_of_rows,
-    refuse_meta,
-    stored_values,
-    to_common_dtype,
-)
+from gradkit._core.leaf_arithmetic import norms_of_rows, refuse_meta, stored_values, to_common_dtype
 from gradkit._core.params import DIFFERENTIABLE
 from gradkit._core.pytree import PyTree
 from gradkit._core.tables import Block, Report, Table, plural, styled

@@ -335,7 +335,9 @@ def test_meta_tensors(device: torch.device) -> None:
         model = nn.Linear(2, 1)
         x = torch.ones(4, 2)
     step = func.staged_value_and_grads(
-        lambda p, x: torch.func.functional_call(model, p, (x,)), lambda e: e.square().mean(), chunk_size=2
+        lambda p, x: torch.func.functional_call(model, p, (x,)),
+        lambda e: e.square().mean(),
+        chunk_size=2,
     )
     _, grads = step(model, x)
     assert grads["weight"].is_meta
@@ -426,7 +428,7 @@ class NoGroups:
 
 
 class OtherGroups(NoGroups):
-    param_groups: Any = [{"weights": []}]
+    param_groups: Any = ({"weights": ()},)
 
 
 def test_optimizers_that_are_not_torch_s(w: Tensor) -> None:
@@ -466,7 +468,9 @@ def test_going_on_from_torch_s_optimizer_and_back(device: torch.device) -> None:
     for name, p in model.named_parameters():
         torch.testing.assert_close(params[name], p.detach())
     with pytest.raises(gradkit.StructureError, match=r"state\['exp_avg'\]\['weight'\]: .* on "):
-        opt.step(params, grads, {**state, "exp_avg": gradkit.tree.map(lambda t: t.to("meta"), params)})
+        opt.step(
+            params, grads, {**state, "exp_avg": gradkit.tree.map(lambda t: t.to("meta"), params)}
+        )
 
 
 # --- derivatives

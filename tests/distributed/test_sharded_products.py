@@ -142,21 +142,26 @@ def test_forward_mode_over_shards_raises_first(two: Ranks, device: torch.device)
     two.run(check_forward_mode)
 
 
+def rows(w: Tensor, x: Tensor) -> Tensor:
+    return (x * w).square().sum(1)
+
+
+def of_function(x: Tensor, half: Tensor) -> Any:
+    return gradkit.func.value_and_grads(lambda w: rows(w, x).sum(), weights=half)
+
+
 def check_losses_and_weights(device: torch.device) -> None:
     """A vector of losses that is a DTensor, and plain weights, give what full tensors give."""
     mesh = dist.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),))
     full_x = torch.arange(1.0, 9.0, device=device).view(4, 2)
     full_w = torch.tensor([1.0, 2.0], device=device)
+    half = torch.tensor(0.5, device=device)
     for placement in (Replicate(), Shard(0)):
         w = torch.nn.Parameter(distribute_tensor(full_w, mesh, [Replicate()]))
         x = distribute_tensor(full_x, mesh, [placement])
         plain = full_w.clone().requires_grad_()
 
-        def rows(w: Tensor, x: Tensor) -> Tensor:
-            return (x * w).square().sum(1)
-
         ours, theirs = partial(rows, w, x), partial(rows, plain, full_x)
-        half = torch.tensor(0.5, device=device)
         pairs: list[tuple[Any, Any]] = [
             (gradkit.per_loss_grads(ours(), w), gradkit.per_loss_grads(theirs(), plain)),
             (gradkit.gram(ours(), w), gradkit.gram(theirs(), plain)),
@@ -170,10 +175,7 @@ def check_losses_and_weights(device: torch.device) -> None:
                 gradkit.value_and_grads(plain.sum(), plain, weights=ours().detach().sum())[1],
                 gradkit.value_and_grads(plain.sum(), plain, weights=theirs().detach().sum())[1],
             ),
-            (
-                gradkit.func.value_and_grads(lambda w: rows(w, x).sum(), weights=half)(w)[1],
-                gradkit.func.value_and_grads(lambda w: rows(w, full_x).sum(), weights=half)(plain)[1],
-            ),
+            (of_function(x, half)(w)[1], of_function(full_x, half)(plain)[1]),
         ]
         for got, expected in pairs:
             whole = got.full_tensor() if isinstance(got, DTensor) else got

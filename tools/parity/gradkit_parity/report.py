@@ -166,7 +166,8 @@ def _explanations(param: str, want: Tensor, given: Suspects) -> Iterator[_Explan
     # Before the parts, whose steps may have the same mistake: their mean is the gradient then.
     for loss, grads in given.losses.items() if len(given.losses) > 1 else ():
         alone = grads.get(param, 0 * want)
-        for times in dict.fromkeys((0, *(t for n in (*given.sizes.values(), 2) for t in (n, 1 / n)))):
+        sizes = dict.fromkeys((*given.sizes.values(), 2))
+        for times in (0, *(t for n in sizes for t in (n, 1 / n))):
             kind = f"loss {loss!r} x {times:.4g}" if times else f"without loss {loss!r}"
             why = "this loss does not reach it, or has another weight in this layout"
             yield kind, why, None, want + (times - 1) * alone
