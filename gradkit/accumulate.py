@@ -290,10 +290,9 @@ def _other_tree(by_rank: Sequence[Any], rank: int) -> str:
     """Return the message for a rank that has added other losses, or counts of another kind."""
     first = next(index for index, one in enumerate(by_rank) if one)
     shown = [
-        f"{', '.join(pytree.paths(losses, 'loss_sum'))} with {count} count{'s' * (count > 1)}"
-        for losses, count in (by_rank[first], by_rank[rank])
+        f"{pytree.paths(by_rank[i][0], 'loss_sum')}, {by_rank[i][1]} counts" for i in (first, rank)
     ]
-    fix = "add the same losses on all; one that a rank lacks as a zero with the count 0: "
+    fix = "one loss that a rank lacks as a zero of no targets: "
     fix += "add_({'fit': fit_sum, 'aux': 0 * fit_sum}, {'fit': n, 'aux': 0})"
     where = f"loss_sum on rank {rank} of {len(by_rank)} in {_MEAN}"
     return message(where, f"what rank {first} has, {shown[0]}", shown[1], fix)

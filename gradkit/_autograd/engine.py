@@ -270,9 +270,8 @@ def _raise_of_function(error: Exception, call: Call) -> None:
     node = next((owner for owner in owners if isinstance(owner, BackwardCFunction)), None)
     if node is not None and len(call.passes) + call.losses.leaves[0].numel() > 2:
         name = user_code.name_of_function(type(node))
-        got = f"{name}, which fails in one of several ({type(error).__name__}: {error}): its first "
-        got += "pass has freed what it had kept on ctx, or it fails by itself"
-        fix = "keep tensors by ctx.save_for_backward, and leave ctx as it is in backward; or take "
+        got = f"{name}, which fails in one of several ({type(error).__name__}: {error})"
+        fix = "keep tensors by ctx.save_for_backward, and free nothing on ctx in backward; or take "
         fix += "one pass: gradkit.value_and_grads(losses, params)"
         expected, where = "Functions whose backward can run more than once", call.losses.path(0)
         raise UnsupportedGraphError(message(where, expected, got, fix)) from error

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad as _forward_ad
 from torch.autograd.function import BackwardCFunction
 from torch.func import jvp, vjp
-from torch.overrides import TorchFunctionMode
 
 from gradkit import errors
 from gradkit._autograd.engine import inner_grads
@@ -165,12 +164,7 @@ def _is_number(x: object) -> bool:
 def _in_double(x: Any) -> Any:
     if isinstance(x, Tensor):
         dtype = torch.promote_types(x.dtype, torch.float64) if _is_number(x) else x.dtype
-        try:
-            return x.detach().to(dtype, copy=True)
-        except (RuntimeError, TypeError):
-            if x.requires_grad or not isinstance(x, nn.Parameter):
-                raise
-            return x  # a frozen quantized weight, which knows few operations
+        return x.detach().to(dtype, copy=True)
     return deepcopy(x).double() if isinstance(x, nn.Module) else x
 
 
@@ -390,13 +384,10 @@ class Derivatives:
         pairs = sides, [expected, self._differences(kind, leaf, 30.0)[0]]
         kinks = [p for p in pairs if abs(p[0] - p[1]) > _KINK * max(abs(got), *map(abs, p))]
         fixes = ["make the matrix symmetric in fn, (a + a.mT) / 2"] if self.symmetric else []
-        if agreeing and not self.symmetric and _enters_no_grad(self):
-            fix = (
-                "leave no_grad out of fn, which forward mode does not heed; or pass what is meant "
-            )
-            fixes.append(f"{fix}as a constant: check_grads(fn, x, constant)")
-        elif agreeing:
-            fixes.append(f"differentiate by what agrees: {', '.join(agreeing)}")
+        if agreeing:
+            heeded = "leave no_grad out of fn, which forward mode does not heed; or "
+            heeded = heeded if agreeing == ["forward"] else ""
+            fixes.append(f"{heeded}differentiate by what agrees: {', '.join(agreeing)}")
         fix = "; or ".join(fixes) or "look for detach(), .data or a custom backward in fn"
         if kinks:
             pair = f"finite differences give {kinks[0][0]:.6g} and {kinks[0][1]:.6g}"
@@ -407,29 +398,6 @@ class Derivatives:
         aim = f"{expected:.6g} (finite differences) {along}"
         text = message(where, aim, f"{got:.6g} from {mode} ({kind[1]}){through}", fix)
         return errors.GradientCheckError(text, where, order, mode, abs(got - expected), operation)
-
-
-class _Modes(TorchFunctionMode):
-    """Notes whether a function computes with gradients disabled."""
-
-    met_no_grad = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation."""
-        self.met_no_grad |= not torch.is_grad_enabled()
-        return func(*args, **(kwargs or {}))
-
-
-def _enters_no_grad(at: Derivatives) -> bool:
-    modes = _Modes()
-
-    def watched(inputs: Tensors) -> Tensors:
-        with modes:
-            return at.fn(inputs)
-
-    with suppress(Exception):
-        at.evaluate(watched)
-    return modes.met_no_grad
 
 
 def _is_symmetric(x: Tensor) -> bool:

@@ -102,7 +102,6 @@ def functional(module: nn.Module) -> tuple[ModuleCall, Named, Named]:
     for name, tensor in {**params, **own_buffers}.items():
         require_tensor(tensor, partial("module.{}".format, name))
     _refuse_writing(module)
-    _refuse_compiled(module)
     own, names, buffer_names = list(params.values()), list(params), list(own_buffers)
     first_name = {id(buffer): name for name, buffer in reversed(own_buffers.items())}
     # A buffer that stands in the module under several names is given, and looked for, under all.
@@ -232,21 +231,16 @@ def _refuse_writing(module: nn.Module) -> None:
             got = "an embedding with max_norm, which writes on its weight in every forward pass"
             fix = "max_norm=None, and scale the output"
             raise UnsupportedGraphError(message(where, _READS_ONLY, got, fix))
-
-
-def _refuse_compiled(module: nn.Module) -> None:
-    """Raise for modules of torch.jit in whose place torch can put no other tensors."""
-    for name, part in module.named_modules():
-        if isinstance(part, _REFUSED_BY_TORCH):
-            is_script = isinstance(part, torch.jit.ScriptModule)
-            is_traced = isinstance(part, torch.jit.TopLevelTracedModule)
-            if part is module or is_traced or (is_script and any(True for _ in part.buffers())):
-                fix = "make_functional of the module that torch.jit has compiled; or, for a first "
-                fix += "derivative, gradkit.value_and_grads(loss, module)"
-                fix = fix if is_script else "make_functional(module.module)"
-                expected, where = "a module that takes other parameters", f"module.{name}"
-                got = f"{describe(part)}, which does not"
-                raise UnsupportedGraphError(message(where.rstrip("."), expected, got, fix))
+        # A function of torch.jit reads some of its tensors as they were when it was compiled.
+        is_compiled = isinstance(part, torch.jit.TopLevelTracedModule) or (
+            isinstance(part, torch.jit.ScriptModule) and any(True for _ in part.buffers())
+        )
+        if is_compiled or (part is module and isinstance(part, _REFUSED_BY_TORCH)):
+            where, got = f"module.{name}".rstrip("."), f"{describe(part)}, which does not"
+            fix = "make_functional of the module inside of it, or that torch.jit has compiled; or, "
+            fix += "for a first derivative, gradkit.value_and_grads(loss, module)"
+            expected = "a module that takes other parameters"
+            raise UnsupportedGraphError(message(where, expected, got, fix))
 
 
 def read_named(tensors: Any, names: list[str], root: str) -> Named:

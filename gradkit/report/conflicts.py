@@ -153,12 +153,11 @@ def conflicts(
     """
     check_option("by", by, (None, "module"))
     rows = read_per_loss_rows(per_loss, losses)
-    leaves, spec = pytree.flatten(per_loss)
-    refuse_meta(leaves, lambda index: pytree.path(spec, index, "per_loss"))
+    refuse_meta([x for row in rows.rows for x in row], lambda _: "per_loss")
     _refuse_losses(rows)
     names = _names(per_loss, losses)
-    _, spec_of_row = pytree.flatten(rows.unflatten(rows.rows[0]))
-    labels = pytree.labels(spec_of_row, "param")
+    _, spec = pytree.flatten(rows.unflatten(rows.rows[0]))
+    labels = pytree.labels(spec, "param")
     params = {labels[leaf]: leaf for leaf in rows.examples()}
     groups: dict[str, list[int]] = {}  # the leaves that are directly in each module
     modules: dict[str, None] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
@@ -478,10 +478,11 @@ class Reachability:
             has_rebuilt_history(variable) or was_used_before_change(variable, self.graph.nodes)
         ):
             return _CHANGED
-        if _is_within(variable, self._memory):
-            return _SAME_MEMORY
-        if _is_within(variable, self._saved):
-            return _DETACHED
+        storage, span = _memory_of(variable)
+        # One storage, such as a flat vector of many parameters, may have a part for each.
+        for other, verdict in self._memory.get(storage, ()):
+            if span.start < other.stop and other.start < span.stop:
+                return verdict
         has_checkpoint = any(kind.__name__ == _CHECKPOINT for kind in self.graph.kinds)
         return _PERHAPS_INSIDE if has_checkpoint else _NOT_THERE
 
@@ -490,28 +491,15 @@ class Reachability:
         return checkpointed_tensors(self.graph)
 
     @cached_property
-    def _memory(self) -> dict[int, list[range]]:
-        return _spans(self.graph.leaves.values())
-
-    @cached_property
-    def _saved(self) -> dict[int, list[range]]:
+    def _memory(self) -> dict[int, list[tuple[range, Verdict]]]:
+        """The spans of bytes of the leaves in the graph, and of saved tensors, by storage."""
+        spans: dict[int, list[tuple[range, Verdict]]] = {}
         packed = (one for node in self.graph.nodes for _, one in packed_tensors(node))
-        return _spans(one.data for one in packed if isinstance(one.data, Tensor))
-
-
-def _spans(tensors: Iterable[Tensor]) -> dict[int, list[range]]:
-    """Return the spans of bytes of some tensors, by storage."""
-    spans: dict[int, list[range]] = {}
-    for storage, span in map(_memory_of, tensors):
-        spans.setdefault(storage, []).append(span)
-    return spans
-
-
-def _is_within(tensor: Tensor, spans: dict[int, list[range]]) -> bool:
-    """Return whether a tensor shares memory with one of these."""
-    # One storage, such as a flat vector of many parameters, may have a part for each.
-    storage, span = _memory_of(tensor)
-    return any(span.start < one.stop and one.start < span.stop for one in spans.get(storage, ()))
+        saved = [(one.data, _DETACHED) for one in packed if isinstance(one.data, Tensor)]
+        for tensor, verdict in [(x, _SAME_MEMORY) for x in self.graph.leaves.values()] + saved:
+            storage, span = _memory_of(tensor)
+            spans.setdefault(storage, []).append((span, verdict))
+        return spans
 
 
 def checkpointed_tensors(graph: Subgraph) -> dict[int, Tensor]:

@@ -484,9 +484,8 @@ def test_no_grad_is_not_heeded_by_forward_mode(device: torch.device) -> None:
             constant = x * x
         return (x * constant).sum()
 
-    with pytest.raises(gradkit.GradientCheckError, match="leave no_grad out of fn") as caught:
+    with pytest.raises(gradkit.GradientCheckError, match="leave no_grad out of fn"):
         func.check_grads(cut, x)
-    assert "agrees" not in str(caught.value)
     func.check_grads(lambda x: (x * (x * x)).sum(), x)
     func.check_grads(lambda x, constant: (x * constant).sum(), x, x * x)
 
