@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 Status: TypeAlias = Literal[
     "reached", "frozen", "constant loss", "not in the graph", "reentrant checkpoint", "sharded",
-    "moved", "changed in place", "made in inference mode",
+    "moved", "changed in place", "made in inference mode", "detached",
 ]  # fmt: skip
 _STYLES = {"reached": "green", "frozen": "dim", "constant loss": "dim", "not in the graph": "dim"}
 _MAX_COLUMNS = 8
@@ -53,7 +53,7 @@ class Verdict:
     Attributes:
         status: `"reached"`, or why not: `"frozen"`, `"constant loss"`, `"not in the graph"`,
             `"reentrant checkpoint"`, `"sharded"`, `"moved"` (moved or cast since) or
-            `"changed in place"`, `"made in inference mode"`.
+            `"changed in place"`, `"made in inference mode"`, `"detached"` (used as a constant).
         why: The reason in a sentence; empty if it is reached.
     """
 

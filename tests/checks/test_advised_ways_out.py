@@ -23,6 +23,9 @@ def w(device: torch.device) -> Tensor:
     return torch.tensor([1.0, 2.0], device=device, requires_grad=True)
 
 
+X = torch.ones(4, 3)
+
+
 # --- containers that optree does not know
 
 
@@ -299,9 +302,6 @@ def test_a_module_of_torch_jit(device: torch.device, compiled: Callable[[Any], A
     torch.testing.assert_close(ours["weight"].detach(), eager["weight"])
 
 
-X = torch.ones(4, 3)
-
-
 @pytest.mark.parametrize("use", [lambda m, x: m(x), lambda m, x: x @ m.weight.T])
 def test_a_module_that_is_an_argument_is_a_dict(device: torch.device, use: Any) -> None:
     model, x = nn.Linear(3, 1).to(device), torch.ones(2, 3, device=device)
@@ -362,13 +362,15 @@ class Int8(Tensor):
     fails: Any = NotImplementedError
 
     def __new__(cls, q: Tensor) -> Int8:
-        return Tensor._make_wrapper_subclass(cls, q.shape, device=q.device)  # type: ignore[attr-defined]
+        return Tensor._make_wrapper_subclass(cls, q.shape, device=q.device)
 
     def __init__(self, q: Tensor) -> None:
         self.q = q
 
     @classmethod
-    def __torch_dispatch__(cls, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, f: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if f in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return cls(args[0].q)
         if cls.fails is None:
