@@ -232,7 +232,7 @@ def _refuse_writing(module: nn.Module) -> None:
             fix = "max_norm=None, and scale the output"
             raise UnsupportedGraphError(message(where, _READS_ONLY, got, fix))
         # A function of torch.jit reads some of its tensors as they were when it was compiled.
-        is_compiled = isinstance(part, torch.jit.TopLevelTracedModule) or (
+        is_compiled = isinstance(part, cast("Any", torch.jit).TopLevelTracedModule) or (
             isinstance(part, torch.jit.ScriptModule) and any(True for _ in part.buffers())
         )
         if is_compiled or (part is module and isinstance(part, _REFUSED_BY_TORCH)):
