@@ -151,11 +151,14 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version  # inference tensors have no count
 
 
+_OWN = (Tensor, nn.Parameter)
+
+
 def _copy_of(tensor: Tensor) -> Tensor | None:
     try:
         return tensor.detach().clone()
     except (RuntimeError, TypeError):  # a quantized weight, which knows few operations
-        if type(tensor) in (Tensor, nn.Parameter) or tensor.requires_grad:
+        if tensor.requires_grad:
             raise
     return None
 
