@@ -34,6 +34,7 @@ Named: TypeAlias = dict[str, Tensor]
 ModuleCall: TypeAlias = Callable[..., tuple[Any, Named]]  # returns the output and the new buffers
 _Run: TypeAlias = Callable[[], Any]
 _REFUSED_BY_TORCH = (nn.DataParallel, torch.jit.ScriptModule)
+_TRACED: Any = vars(torch.jit)["TopLevelTracedModule"]
 _READS_ONLY = "a module that reads its parameters"
 _READS_GIVEN = "a module that computes with the parameters that the call was given"
 
@@ -232,7 +233,7 @@ def _refuse_writing(module: nn.Module) -> None:
             fix = "max_norm=None, and scale the output"
             raise UnsupportedGraphError(message(where, _READS_ONLY, got, fix))
         # A function of torch.jit reads some of its tensors as they were when it was compiled.
-        is_compiled = isinstance(part, cast("Any", torch.jit).TopLevelTracedModule) or (
+        is_compiled = isinstance(part, _TRACED) or (
             isinstance(part, torch.jit.ScriptModule) and any(True for _ in part.buffers())
         )
         if is_compiled or (part is module and isinstance(part, _REFUSED_BY_TORCH)):
