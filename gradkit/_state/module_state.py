@@ -124,7 +124,15 @@ class TensorState:
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._saved = [
-            (x, x.data, _version(x), _copy_of(x), x.is_leaf, x.requires_grad) for x in tensors
+            (
+                x,
+                x.data,
+                _version(x),
+                x.detach().clone() if type(x) in _OWN else _copy_of(x),
+                x.is_leaf,
+                x.requires_grad,
+            )
+            for x in tensors
         ]
 
     def restore(self, *, by_version: bool = False) -> None:
