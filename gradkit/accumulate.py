@@ -260,14 +260,17 @@ class Accumulator:
         trained = ("params", self._params.spec), ("what is trained", tuple(self._params.slots))
         described = _agreement.Description((("the call", _MEAN), *trained), (), tuple, digest)
         _, agreed = _agreement.agree_or_raise(ranks, lambda: (None, described))
-        if _agreement.NO_DIGEST in agreed.expected:
-            if agreed.same_expected:
-                return sums
+        if agreed.same_expected and own is None:
+            return sums
+        if not agreed.same_expected:
             by_rank: list[Any] = [None] * ranks.size
             with _agreement.collective_errors(ranks):
                 dist.all_gather_object(by_rank, own, group=ranks.handle)
+            losses, count = next(filter(None, by_rank))
+            others = [i for i, one in enumerate(by_rank) if one and one != (losses, count)]
+            if others:
+                raise StructureError(_other_tree(by_rank, others[0]))
             if own is None:  # this rank adds zeros to the sums of the others
-                losses, count = next(filter(None, by_rank))
                 grads: Grads = [None] * (count * len(self._params.variables))
                 sums = _Sums(losses, [0] * count, [None] * losses.num_leaves, grads)
         every = pytree.paths(self._params.spec, "params")
@@ -281,6 +284,18 @@ class Accumulator:
         values, _ = pytree.flatten(summed["losses"])
         flat = [grad for row in summed["sums"] for grad in row.values()]
         return _Sums(sums.losses, summed["counts"].tolist(), values, flat)
+
+
+def _other_tree(by_rank: Sequence[Any], rank: int) -> str:
+    """Return the message for a rank that has added other losses, or counts of another kind."""
+    first = next(index for index, one in enumerate(by_rank) if one)
+    shown = [
+        f"{pytree.paths(by_rank[i][0], 'loss_sum')}, {by_rank[i][1]} counts" for i in (first, rank)
+    ]
+    fix = "one loss that a rank lacks as a zero of no targets: "
+    fix += "add_({'fit': fit_sum, 'aux': 0 * fit_sum}, {'fit': n, 'aux': 0})"
+    where = f"loss_sum on rank {rank} of {len(by_rank)} in {_MEAN}"
+    return message(where, f"what rank {first} has, {shown[0]}", shown[1], fix)
 
 
 def _read(before: _Sums, scales: set[float], loss_sum: PyTree, count: PyTree) -> _MicroBatch:

@@ -18,6 +18,7 @@ from torch.utils.hooks import BackwardHook
 from gradkit._autograd.engine import own_roots
 from gradkit._compat.autograd import (
     TorchDispatchMode,
+    current_node,
     current_pass,
     is_batch,
     storage_address,
@@ -218,7 +219,9 @@ class WriteFinder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._writes: list[tuple[int, str]] = []  # the storage, and where the code is
+        # The storage, where the code is, and whether the node that runs it has made the memory.
+        self._writes: list[tuple[int, str, bool]] = []
+        self._made: dict[int, Node] = {}  # by their storage, the nodes whose Python code made it
         # For each variable, what arrived and how many writes there had been.
         self._arrived: list[tuple[int, Tensor, int]] = []
         # Copies, by their storage, of what torch would have shared; they are kept until the end.
@@ -230,9 +233,15 @@ class WriteFinder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         written = written_tensors(func, args, kwargs)
-        location = _location(sys._getframe(1)) if written else None
+        location = _location(sys._getframe(1))
         if location is not None:
-            self._writes += [(memory_address(tensor), location) for tensor in written]
+            node = current_node()
+            addresses = map(memory_address, written)
+            self._writes += [(a, location, self._made.get(a) is node) for a in addresses]
+            if not written:
+                known = set(map(memory_address, pytree.tensors((args, kwargs))))
+                made = set(map(memory_address, pytree.tensors(result))) - known
+                self._made |= dict.fromkeys(made, node)
         return result
 
     def note_copy(self, grad: Tensor, copy: Tensor) -> None:
@@ -245,7 +254,7 @@ class WriteFinder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def report(self, params: Params) -> None:
         """Warn of each gradient on whose memory, as torch would have shared it, was written."""
-        writes = [(self._shared(address), location) for address, location in self._writes]
+        writes = [(self._shared(address), *rest) for address, *rest in self._writes]
         lines: list[str] = []
         for variable, grad, before in self._arrived:
             address = self._shared(memory_address(grad))
@@ -253,8 +262,8 @@ class WriteFinder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 wrote = f"wrote on its gradient {when} it had arrived"
                 lines += [
                     f"{params.path(variable)}: {location} {wrote}"
-                    for storage, location in some
-                    if storage == address
+                    for storage, location, is_own in some
+                    if storage == address and not (is_own and when == "before")
                 ]
         if lines:
             warn_fallback(

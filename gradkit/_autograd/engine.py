@@ -8,10 +8,12 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
+from traceback import walk_tb
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.func import vmap
 
 from gradkit._checks.circumstances import HOOKS, SUBCLASSES, around
@@ -23,6 +25,7 @@ from gradkit._checks.recomputations import refuse_checkpoint_error
 from gradkit._compat.autograd import (
     current_pass,
     function_mode_enabled,
+    jagged_offsets,
     record_stream,
     run_engine,
     tensor_hooks,
@@ -104,6 +107,9 @@ def run_grad(
     except RuntimeError as error:
         _raise_named(error, call)
         raise
+    except (AttributeError, LookupError, TypeError) as error:
+        _raise_of_function(error, call)
+        raise
     return _without_partial_sums(grads, inputs) if recomputed_tensor_sources else list(grads)
 
 
@@ -168,6 +174,8 @@ def run_backward(
         leaves = [*call.whole.leaves.values()] if variables is None else variables
         if recomputed_tensor_sources and not PLAIN_TYPES.issuperset(map(type, leaves)):
             leaves = []  # of shards, as in `run_grad`
+    if jagged_offsets.data:
+        _refuse_nested(call, variables)
     with _grads_restored_on_error(call) if restoring else INSIDE, formulas, INSIDE:
         try:
             options = retain_graph, call.create_graph
@@ -180,7 +188,6 @@ def run_backward(
                 arguments = tuple(outputs), tuple(cotangents), *options, tuple(variables or ())
                 run_engine(*arguments, True, accumulate=True)
             else:
-                _refuse_nested(call, variables)
                 torch.autograd.backward(outputs, seeds, *options, inputs=variables)
         except RuntimeError as error:
             _raise_named(error, call)
@@ -190,7 +197,7 @@ def run_backward(
 def _refuse_nested(call: Call, variables: Sequence[Tensor] | None) -> None:
     """Raise before a pass that adds to the `.grad` of a nested leaf, which torch cannot."""
     leaves = call.whole.leaves.values() if variables is None else variables
-    if any(leaf.is_nested and leaf.grad is not None for leaf in leaves):
+    if any(leaf.layout == torch.jagged and leaf.grad is not None for leaf in leaves):
         expected, got = "a nested leaf whose .grad is None", "one that has a gradient already"
         fix = "gradkit.add_grads_(n, gradkit.value_and_grads(loss, n)[1])"
         raise UnsupportedGraphError(message(call.losses.path(0), expected, got, fix))
@@ -255,6 +262,19 @@ def _raise_named(error: RuntimeError, call: Call) -> None:
     refuse_checkpoint_error(error, where, call.outputs)
     if any(change in text for change in CHANGED):
         raise UnsupportedGraphError(modified_message(error, call)) from error
+
+
+def _raise_of_function(error: Exception, call: Call) -> None:
+    """Raise gradkit's error for that of a Function's backward which several passes run."""
+    owners = (frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__))
+    node = next((owner for owner in owners if isinstance(owner, BackwardCFunction)), None)
+    if node is not None and len(call.passes) + call.losses.leaves[0].numel() > 2:
+        name = user_code.name_of_function(type(node))
+        got = f"{name}, which fails in one of several ({type(error).__name__}: {error})"
+        fix = "keep tensors by ctx.save_for_backward, and free nothing on ctx in backward; or take "
+        fix += "one pass: gradkit.value_and_grads(losses, params)"
+        expected, where = "Functions whose backward can run more than once", call.losses.path(0)
+        raise UnsupportedGraphError(message(where, expected, got, fix)) from error
 
 
 _UNDER_BACKWARD = "compatible with .grad()"  # says a checkpoint of another library

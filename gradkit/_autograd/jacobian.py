@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradkit._checks.checked import is_checked
 from gradkit._checks.modified_tensors import refuse_pre_hooks
+from gradkit._compat.distributed import cotangent_for
 from gradkit._compat.dynamo import COMPILED
 from gradkit._compat.nodes import any_sparse_gradients, sizes_of_gradients
 from gradkit._compat.transforms import BATCH_FAILURES
@@ -167,6 +168,7 @@ class JacobianBuffer:
     def run_one(self, passes: JacobianPasses, element: int, *, retain: bool) -> None:
         """Run the pass of one element."""
         seed = (self._columns == element).to(self._loss.dtype).view(self._loss.shape)
+        seed = seed if type(self._loss) in PLAIN_TYPES else cotangent_for(self._loss, seed)
         grads = passes.grads([self._loss], [seed], self._variables, retain=retain)
         rows = [None if grad is None else uncompressed(grad).unsqueeze(0) for grad in grads]
         self._add(rows, element, in_place=not passes.create_graph)

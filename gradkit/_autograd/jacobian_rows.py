@@ -17,6 +17,7 @@ from gradkit._autograd.release import release
 from gradkit._checks.eager_graph import check_call
 from gradkit._checks.modified_tensors import refuse_pre_hooks
 from gradkit._checks.reachability import require_reached
+from gradkit._compat.distributed import cotangent_for
 from gradkit._compat.transforms import BATCH_FAILURES
 from gradkit._core.call import Call, Grads, Losses, Pass, require_graph
 from gradkit._core.grad_recorder import hidden_passes
@@ -54,7 +55,9 @@ class JacobianRows:
         """Run the pass of one row."""
         index, element = self.elements[row]
         loss = self.call.outputs[index]
-        seed = one_hot(loss, element, element + 1)[0] if loss.dim() else None
+        seed = None
+        if loss.dim():
+            seed = cotangent_for(loss, one_hot(loss, element, element + 1)[0])
         with numbered_roots([loss]) as roots:
             grads = runner.grads(roots, [seed], self.params.variables, retain=retain)
         self.note(grads)

@@ -168,14 +168,15 @@ def _executes_freed(below: Subgraph, params: Params) -> bool:
 def freed_message(losses: Losses, indices: Sequence[int]) -> str:
     """Return the message for a second pass through the graph of some losses."""
     got = "one that an earlier backward() or gradkit call has freed"
-    fix = "ask for all gradients in one call, gradkit.per_loss_grads({'a': loss_a, 'b': loss_b}, "
-    fix += "params); to step several optimizers, gradkit.minimize_([first, second], loss); or pass "
-    fix += "retain_graph=True to the earlier call, if it was value_and_grads, say"
-    if not any(graph.is_freed(losses.leaves[index]) for index in indices):
+    fix = "ask for all gradients in one call: gradkit.per_loss_grads({'a': loss_a, 'b': loss_b}, "
+    fix += "params), gradkit.minimize_([first, second], loss) or total.add_([loss_a, loss_b], n); "
+    fix += "or let the earlier call be gradkit.value_and_grads(losses, params, retain_graph=True)"
+    kept = "compute it anew in each step, or cut it off, kept.detach()"
+    if any(graph.is_freed(losses.leaves[index]) for index in indices):
+        fix += f". What was kept from an earlier step (a hidden state, a cache): {kept}"
+    else:
         got += " in part: a value that was kept leads there, a hidden state or a cache"
-        fix = "compute what was kept anew in each step, or cut it off, kept.detach(); in one step, "
-        fix += "ask for all gradients in one call, gradkit.per_loss_grads({'a': loss_a, 'b': "
-        fix += "loss_b}, params), or pass retain_graph=True to the earlier call"
+        fix = f"{kept}; for losses of one step, {fix}"
     expected = "a graph that still holds its saved tensors"
     return message(", ".join(map(losses.path, indices)), expected, got, fix)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeAlias, cast
@@ -31,6 +31,7 @@ from gradkit._compat.nodes import (
     hooked_tensors,
     is_scripted,
     kind_of_node,
+    saved,
 )
 from gradkit._compat.undoing import INSIDE, undone
 from gradkit._compat.versions import is_mended
@@ -77,7 +78,9 @@ def refuse_in_call(call: Call) -> None:
             _refuse_values(partial(call.losses.path, index), nodes, create_graph=False)
 
 
-def _refuse_values(where: Callable[[], str], nodes: Iterable[Node], *, create_graph: bool) -> None:
+def _refuse_values(
+    where: Callable[[], str], nodes: Collection[Node], *, create_graph: bool
+) -> None:
     """Raise if torch gets the derivative of a node wrong for the values that it has saved."""
     # Below a dispatch mode, such as that of `checked`, torch decomposes matrices.
     decomposes = transforms.count_dispatch_modes() > 0 or is_checked()
@@ -92,7 +95,16 @@ def _refuse_values(where: Callable[[], str], nodes: Iterable[Node], *, create_gr
             expected = "an operation whose derivative torch gets right here"
             fix = "compute it in a function that gradkit.func differentiates, or in a `with "
             fix += "gradkit.checked():`"
+            if create_graph and any(map(_is_norm_of_zero, nodes)):
+                got += "; and a norm of zero, whose second derivative is nan"
+                fix += ", at a point beside this one, at which the norm is not zero: v + 1e-9"
             raise UnsupportedGraphError(message(where(), expected, got, fix))
+
+
+def _is_norm_of_zero(node: Node) -> bool:
+    if type(node).__name__ not in {"LinalgVectorNormBackward0", "NormBackward0", "NormBackward1"}:
+        return False
+    return bool((saved(node, "result").detach() == 0).any())
 
 
 def refuse_wrong_derivatives(call: Call) -> None:

@@ -35,6 +35,11 @@ _FIX = (
     "take this loss's gradients before the write, which an optimizer's step is, too; or make a new "
     "tensor: label = torch.zeros_like(label), not label.zero_()"
 )
+# An optimizer writes on leaves. What is no view of one was written on by the model, or a backward.
+_OWN_FIX = (
+    "make a new tensor where the forward pass, or the backward of a Function, writes on one: "
+    "y = y + x, not y.add_(x); y = torch.cat([y[:1], y[1:] + x]), not y[1:].add_(x)"
+)
 _ANOMALY = "; under torch.autograd.detect_anomaly() this error names the line that saved it"
 
 
@@ -46,7 +51,8 @@ def modified_since_saved(nodes: Iterable[Node]) -> Reason | None:
             line, (name, error) = forward_line(node), changed
             got = f"`{name}` of {node.name()} changed in place since"
             got += f"{f', saved in {line}' if line else ''}: {without_hint(error)}"
-            return _EXPECTED, got, _fix(error) + ("" if line else _ANOMALY)
+            saved = next((packed.data for key, packed in packed_tensors(node) if key == name), None)
+            return _EXPECTED, got, _fix(error, saved) + ("" if line else _ANOMALY)
     return None
 
 
@@ -73,8 +79,12 @@ def refuse_written_since(saved: Iterable[tuple[Node, Tensor, int]]) -> None:
             raise UnsupportedGraphError(message("fn", _EXPECTED, got, fix))
 
 
-def _fix(error: str) -> str:
-    return KEEP_HISTORY if WRITTEN_VIEW in error else _FIX
+def _fix(error: str, saved: Tensor | None = None) -> str:
+    if WRITTEN_VIEW in error:
+        return KEEP_HISTORY
+    source = saved if saved is None or saved._base is None else saved._base
+    is_leaf = source is None or (source.is_leaf and source.requires_grad)
+    return _FIX if is_leaf or "which is output" not in error else _OWN_FIX
 
 
 def without_hint(error: str) -> str:

@@ -12,12 +12,13 @@ from logging import DEBUG, getLogger
 from operator import attrgetter, methodcaller
 from threading import get_ident
 from typing import Any, TypeAlias, cast
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch._utils
 from torch import Tensor
 from torch.autograd.graph import Node, _engine_run_backward
+from torch.nested._internal import nested_tensor
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -36,11 +37,15 @@ increment_version: Callable[[Iterable[Tensor]], None] = torch._C._increment_vers
 sequence_number: Callable[[Node], int] = methodcaller("_sequence_nr")
 # The number of the engine's pass that runs in this thread; -1 outside of passes.
 current_pass: Callable[[], int] = torch._C._current_graph_task_id
+# The node that the engine executes in this thread.
+current_node: Callable[[], Node] = torch._C._current_autograd_node
 # Whether a TorchFunctionMode is active, which sees what torch.autograd.grad is called with.
 function_mode_enabled: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
 # Calls a function once the pass of this thread is done, which raises what that raises: before it
 # returns, and on the streams of its caller; not if it fails [E7]. So torch's DDP and FSDP end.
 at_end_of_pass: Callable[[Callable[[], None]], None] = _engine.queue_callback
+# Holds an entry for each jagged tensor's offsets that are alive.
+jagged_offsets: Any = vars(nested_tensor).get("_tensor_symint_registry", WeakKeyDictionary())
 # The address of a tensor's storage, and how many owners the storage at an address has.
 storage_address: Callable[[Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
 storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count

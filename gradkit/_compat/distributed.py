@@ -327,6 +327,13 @@ def sharded_like(leaf: Tensor, like: Any) -> Tensor:
     return same.redistribute(placements=placements)
 
 
+def cotangent_for(output: Tensor, seed: Tensor) -> Tensor:
+    """Return a cotangent, or weight, as a DTensor where the output is one, and only there."""
+    if is_dtensor(output) == is_dtensor(seed):
+        return seed
+    return sharded_like(seed, output) if is_dtensor(output) else full_tensor(seed)
+
+
 def sharded_rows(tensor: Tensor, mesh: Any) -> Tensor:
     """Return a leaf whose rows are divided over a mesh: a DTensor itself, or the first rank's."""
     if is_dtensor(tensor):

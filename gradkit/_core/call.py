@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
+from gradkit._compat.distributed import cotangent_for
 from gradkit._core import pytree
 from gradkit._core.grad_recorder import any_observers, observed_tensors
 from gradkit._core.graph import GraphView, Subgraph, is_leaf_node, refuse_lost_history
@@ -177,6 +178,7 @@ def check_number(name: str, value: Any, fix: str, *, nonnegative: bool = False) 
 
 
 _grad_fn, _requires_grad = attrgetter("grad_fn"), attrgetter("requires_grad")
+_DENSE = torch.strided
 _LOSSES_FIRST = "the arguments are (losses, params), in this order: pass the loss first"
 
 
@@ -216,9 +218,10 @@ def read_losses(
         raise StructureError(message("losses", "at least one tensor", got, "pass a loss"))
     for index, loss in enumerate(leaves):
         is_plain = type(loss) in PLAIN_TYPES and not loss.is_nested
-        if is_plain and loss.dtype.is_floating_point and (not scalar or loss.numel() == 1):
+        is_plain = is_plain and (not scalar or (loss.layout == _DENSE and loss.numel() == 1))
+        if is_plain and loss.dtype.is_floating_point:
             continue
-        defect = _defect(loss, scalar, returned)
+        defect = _defect(loss, scalar, returned, losses.path(index))
         if defect is not None:
             error, expected, fix = defect
             if may_be_aux and type(tree) is tuple and len(tree) == 2:
@@ -236,10 +239,15 @@ def _has_params(leaf: object) -> TypeGuard[nn.Module | Optimizer]:
     return isinstance(leaf, nn.Module | Optimizer)
 
 
-def _defect(loss: Any, scalar: bool, returned: bool) -> tuple[type[GradkitError], str, str] | None:
+def _defect(
+    loss: Any, scalar: bool, returned: bool, where: str
+) -> tuple[type[GradkitError], str, str] | None:
     """Return the error, what was expected and what to do if this is no loss; None if it is one."""
     if not isinstance(loss, Tensor):
-        return LeafTypeError, "a tensor", _advice_for_no_tensor(loss, returned)
+        fix = pytree.as_known_tree(loss, where) or _advice_for_no_tensor(loss, returned)
+        return LeafTypeError, "a tensor", fix
+    if scalar and loss.layout not in (_DENSE, torch.jagged):
+        return LeafTypeError, "a dense loss", "loss.to_dense()"
     if not loss.dtype.is_floating_point:
         fix = "leave it out: integers have no gradient"
         if loss.dtype.is_complex:
@@ -348,6 +356,13 @@ def read_weights(weights: PyTree, losses: Losses) -> list[float | Tensor] | None
             expected = "a real number that fits in a float, or a real tensor of one element"
             fix = _advice_for_weight(weight, losses)
             raise LeafTypeError(message(where, expected, describe(weight), fix))
+        loss = losses.leaves[index]
+        # Torch multiplies a DTensor by a number that requires grad, and by no other plain tensor.
+        if is_tensor and (
+            type(weight) not in PLAIN_TYPES
+            or (type(loss) not in PLAIN_TYPES and not weight.requires_grad)
+        ):
+            by_loss[index] = cotangent_for(loss, weight.reshape(loss.shape))
     return cast("list[float | Tensor]", by_loss)
 
 

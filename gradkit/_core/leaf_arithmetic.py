@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradkit._compat import distributed
 from gradkit._compat.undoing import INSIDE
-from gradkit.errors import LeafTypeError, first_line, message
+from gradkit.errors import LeafTypeError, describe, first_line, message
 
 # Sparse tensors of which one dimension is compressed: most operations do not take them.
 _COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
@@ -200,6 +200,14 @@ def _dense(leaf: Tensor) -> Tensor:
         expected, fix = "a dense or a sparse tensor", "pass tensor.values() in its place"
         raise LeafTypeError(message("a leaf", expected, "a nested tensor", fix))
     return leaf.to_dense()
+
+
+def refuse_meta(leaves: Sequence[Tensor | None], path: Callable[[int], str]) -> None:
+    """Raise if a leaf, whose numbers are to be read, has none."""
+    for index, leaf in enumerate(leaves):
+        if leaf is not None and leaf.is_meta:
+            fix = 'give it memory, and load it: model.to_empty(device="cpu")'
+            raise LeafTypeError(message(path(index), "a tensor with values", describe(leaf), fix))
 
 
 def largest(leaves: Sequence[Tensor | None]) -> Tensor:

@@ -288,13 +288,23 @@ def zeros_for(param: Tensor, leading: tuple[int, ...] = ()) -> Tensor:
     if torch.compiler.is_compiling():  # which cannot read `grad_dtype`, or strides
         return torch.zeros((*leading, *param.shape), dtype=param.dtype, device=param.device)
     if type(param) not in PLAIN_TYPES or param.is_nested:
-        zero = torch.zeros_like(param.detach(), dtype=grad_dtype(param))
+        zero = zeros_of(param, grad_dtype(param))
         if not leading:
             return zero
         count = torch.Size(leading).numel()
         rows = torch.stack([zero] * max(count, 1))  # torch stacks no empty list
         return (rows if count else rows[:0]).reshape(*leading, *param.shape)
     return empty_for(param, grad_dtype(param), leading).zero_()
+
+
+def zeros_of(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return zeros like a tensor; plain ones for a frozen one of a class that cannot make them."""
+    try:
+        return torch.zeros_like(tensor.detach(), dtype=dtype)
+    except (RuntimeError, TypeError):  # of a quantized weight, which knows few operations
+        if tensor.requires_grad or type(tensor) in PLAIN_TYPES:
+            raise
+    return torch.zeros(tensor.shape, dtype=dtype or tensor.dtype, device=tensor.device)
 
 
 def grad_dtype(param: Tensor) -> torch.dtype:

@@ -214,7 +214,8 @@ def require_tensor(leaf: object, where: Callable[[], str]) -> Tensor:
     """Return a leaf of params that is a tensor with a shape, or raise."""
     if not isinstance(leaf, Tensor):
         expected = "a tensor, a module, an iterator of tensors, an optimizer or None"
-        fix = next(fix for kind, fix in _ADVICE if isinstance(leaf, kind))
+        fixes = [fix for kind, fix in _ADVICE if isinstance(leaf, kind)]
+        fix = (len(fixes) == 1 and pytree.as_known_tree(leaf, where())) or fixes[0]
         raise LeafTypeError(message(where(), expected, describe(leaf), fix))
     if not torch.compiler.is_compiling() and nn.parameter.is_lazy(leaf):
         got = "one of a lazy module that has not run yet"

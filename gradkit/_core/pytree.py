@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import is_dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -119,6 +121,18 @@ def partition_tensors(
         return unflatten(spec, [next(rest) if c is _TENSOR else c for c in constants])
 
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], rebuild
+
+
+def as_known_tree(value: object, where: str) -> str | None:
+    """Return the call that makes a tree of a container that optree does not know."""
+    if isinstance(getattr(value, "loss", None), torch.Tensor):  # what a model of transformers gives
+        return f"{where}.loss"
+    if isinstance(value, Mapping | ItemsView):
+        return f"dict({where})"
+    if is_dataclass(value) and hasattr(value, "__dict__"):
+        return f"vars({where})"
+    is_array = str(getattr(value, "dtype", "")) == "object"
+    return f"list({where})" if is_array or isinstance(value, AbstractSet) else None
 
 
 def path(spec: optree.PyTreeSpec, index: int, root: str) -> str:

@@ -126,7 +126,14 @@ class TensorState:
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._saved = [
-            (x, x.data, _version(x), x.detach().clone(), x.is_leaf, x.requires_grad)
+            (
+                x,
+                x.data,
+                _version(x),
+                x.detach().clone() if type(x) in _OWN else _copy_of(x),
+                x.is_leaf,
+                x.requires_grad,
+            )
             for x in tensors
         ]
 
@@ -135,7 +142,9 @@ class TensorState:
         for tensor, data, version, numbers, was_leaf, requires_grad in self._saved:
             if any(getattr(tensor, name) != getattr(data, name) for name in _KIND):
                 tensor.data = data  # a module was moved or cast
-            if _version(tensor) != version or not (by_version or _has_values(tensor, numbers)):
+            if numbers is not None and (
+                _version(tensor) != version or not (by_version or _has_values(tensor, numbers))
+            ):
                 with torch.inference_mode(), INSIDE:  # in which its own can be written on
                     (tensor if tensor.is_inference() else data).copy_(numbers)
             if was_leaf and not (tensor.is_leaf or tensor._is_view()):
@@ -150,6 +159,18 @@ class TensorState:
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version  # inference tensors have no count
+
+
+_OWN = (Tensor, nn.Parameter)
+
+
+def _copy_of(tensor: Tensor) -> Tensor | None:
+    try:
+        return tensor.detach().clone()
+    except (RuntimeError, TypeError):  # a quantized weight, which knows few operations
+        if tensor.requires_grad:
+            raise
+    return None
 
 
 def _has_values(tensor: Tensor, numbers: Tensor) -> bool:

@@ -90,7 +90,7 @@ class Differences:
         """Raise if a run differs."""
         while self._differ:
             (_, where), differ = self._differ.popitem()
-            if torch.stack(differ).any():
+            if not differ[0].is_meta and torch.stack(differ).any():
                 raise different_result(where)
 
 
@@ -172,7 +172,7 @@ class RerunState:
         _refuse_capture()
         self._rng = rng.states()
         every: list[Any] = [*(t.device for t in tensors), *(one for one, _ in self._rng)]
-        devices = {one.type for one in every}
+        devices = {one.type for one in every} - {"meta"}
         self._autocast = list(map(_autocast, devices))
         self._kernels = attention_kernels()
         self._writes = _StorageWrites()

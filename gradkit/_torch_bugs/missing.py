@@ -40,6 +40,11 @@ _KNOWN: dict[str, tuple[str, str]] = {
 # How torch calls some of them in reverse mode.
 _ALIASES = {"special_zeta": "zeta", "embedding_renorm": "embedding_renorm_"}
 _ALIASES |= {f"inplace version of {name}": f"{name}_" for name in _IN_PLACE}
+OF_NESTED = (
+    "a nested tensor in a transform, or differentiated a second time",
+    "pad it: torch.zeros(count, longest, width).index_put((row_of_each, place_of_each), values); "
+    "or, for a first derivative, compute it eagerly: gradkit.value_and_grads(losses, params)",
+)
 # By a part of torch's text: what came, and what to do.
 _TEXTS: dict[str, tuple[str, str]] = {
     "The QR decomposition is not differentiable": (
@@ -53,7 +58,17 @@ _TEXTS: dict[str, tuple[str, str]] = {
     "scale_grad_by_freq not supported with sparse": (
         "an embedding with sparse=True and scale_grad_by_freq=True",
         "leave out one of these options"),
+    "_nested_tensor_storage_offsets": OF_NESTED, "values backward with respect to self": OF_NESTED,
 }  # fmt: skip
+
+
+_REPORTS = ("INTERNAL ASSERT FAILED", "report a bug to PyTorch")
+_FAILED_INSIDE = (
+    "operations that torch can differentiate",
+    "one at which an internal check of torch fails: a defect of torch, whose text is above",
+    "find it with torch.autograd.detect_anomaly(), and write it in other operations; in forward "
+    'mode, take vjp or linearize in place of jvp, and hvp(..., mode="reverse-over-reverse")',
+)
 
 
 def missing_derivative(error: BaseException) -> Reason | None:
@@ -67,7 +82,7 @@ def missing_derivative(error: BaseException) -> Reason | None:
         return _without_any(name) if forward[1] or name in _KNOWN else None
     missing = _MISSING.search(str(error))
     if missing is None:
-        return None
+        return _FAILED_INSIDE if any(report in str(error) for report in _REPORTS) else None
     name = missing[1].partition(": ")[0]
     if "backward" in name or name.endswith("_grad"):
         return without_second(name, "compute it by other operations")

@@ -53,10 +53,10 @@ def _are_alike(leaves: Sequence[Tensor], grads: list[Tensor]) -> bool:
 
 def _are_written(grads: Iterable[Any], optimizer: Optimizer, own_params: Iterable[Tensor]) -> bool:
     """Return whether a gradient is a tensor that a step of the optimizer writes on."""
-    states = chain.from_iterable(map(_values, optimizer.state.values()))
     try:
+        states = chain.from_iterable(map(_values, optimizer.state.values()))
         return not set(map(id, chain(own_params, states))).isdisjoint(map(id, grads))
-    except (AttributeError, RuntimeError, TypeError):  # an entry of the state is of no parameter
+    except (AttributeError, RuntimeError, TypeError):  # no states, or one of no parameter
         return True
 
 
@@ -254,7 +254,8 @@ def check_arguments(
     optimizer: Any, params: PyTree, grads: PyTree, scaler: object, max_norm: object
 ) -> None:
     """Raise if the optimizer is not one that steps, or the scaler is not a GradScaler."""
-    if not (hasattr(optimizer, "param_groups") and callable(getattr(optimizer, "step", None))):
+    groups = getattr(optimizer, "param_groups", None)
+    if groups is None or isinstance(optimizer, type) or not hasattr(optimizer, "step"):
         fix = "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)"
         if isinstance(params, Optimizer) or isinstance(grads, Optimizer):
             name, rest = ("minimize_", "losses") if params is None else ("step_", "params, grads")
@@ -267,7 +268,7 @@ def check_arguments(
         raise OptionError(message("scaler", expected, describe(scaler), fix))
     if type(optimizer) in KERNELS and is_step_of_class(optimizer):
         return
-    if not all(isinstance(group, Mapping) for group in optimizer.param_groups):
+    if not all(isinstance(group, Mapping) and "params" in group for group in groups):
         _refuse(optimizer, "an optimizer whose param_groups are dicts with 'params', as torch's")
     _check_wrapper(optimizer, unscales_or_clips=not (scaler is None and max_norm is None))
     closure = inspect.signature(optimizer.step).parameters.get("closure")

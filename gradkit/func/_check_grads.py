@@ -29,6 +29,7 @@ from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
 from gradkit._core.call import check_function, is_positive_int
 from gradkit._core.graph import Subgraph, edge
+from gradkit._core.leaf_arithmetic import refuse_meta
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.user_code import captured_by
 from gradkit._state.snapshot import Snapshot
@@ -106,6 +107,7 @@ def check_grads(
     check_function(fn)
     _check_options(order, modes, atol=atol, rtol=rtol, eps=eps)
     arguments = read_arguments(args, argnums, is_variable=_is_variable, dense=True)
+    refuse_meta(arguments.variables, arguments.path)
     captured = captured_by((fn, args))
     with leave_inference_mode(record=True):
         leaves, spec = pytree.flatten(arguments.args)
@@ -383,7 +385,9 @@ class Derivatives:
         kinks = [p for p in pairs if abs(p[0] - p[1]) > _KINK * max(abs(got), *map(abs, p))]
         fixes = ["make the matrix symmetric in fn, (a + a.mT) / 2"] if self.symmetric else []
         if agreeing:
-            fixes.append(f"differentiate by what agrees: {', '.join(agreeing)}")
+            heeded = "leave no_grad out of fn, which forward mode does not heed; or "
+            heeded = heeded if agreeing == ["forward"] else ""
+            fixes.append(f"{heeded}differentiate by what agrees: {', '.join(agreeing)}")
         fix = "; or ".join(fixes) or "look for detach(), .data or a custom backward in fn"
         if kinks:
             pair = f"finite differences give {kinks[0][0]:.6g} and {kinks[0][1]:.6g}"

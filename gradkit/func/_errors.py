@@ -10,16 +10,18 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from gradkit._compat.dynamo import is_exporting
 from gradkit._compat.nodes import CHANGED
 from gradkit._compat.transforms import BATCH, BATCH_FAILURES, transforms
 from gradkit._state import rng
-from gradkit._torch_bugs.missing import missing_derivative, way_out_of
+from gradkit._torch_bugs.missing import OF_NESTED, missing_derivative, way_out_of
 from gradkit.errors import (
     DetachedLossError,
     FreedGraphError,
     GradkitError,
+    LeafTypeError,
     UnsupportedGraphError,
     message,
 )
@@ -44,8 +46,10 @@ def named_errors(run: Callable[[], R], *, nested: bool = False) -> R:
         return run()
     except BaseException as error:
         rng.restore(states)
-        if isinstance(error, TypeError) and "'dict' object is not callable" in str(error):
-            error.add_note(_MODULE_IS_A_DICT)
+        if str(error).startswith("'dict' object ") and _takes_parameters(error):
+            got = f"a function that takes them for the module: {error}"
+            expected = "a function of a dict of parameters, as a module that is an argument is"
+            raise LeafTypeError(message("fn", expected, got, _MODULE_IS_A_DICT)) from error
         if _FREED in str(error) and not isinstance(error, GradkitError):
             got = "a pass in fn that frees what the losses, or another pass, need"
             fix = "torch.autograd.grad(y, x, create_graph=True), or retain_graph=True"
@@ -69,6 +73,8 @@ def _why_refused(error: Exception, nested: bool) -> tuple[str, str, str] | None:
     if hook is not None:
         return _DIFFERENTIABLE, hook, _REMOVE
     text = str(error).partition("\n")[0].partition(" Hint: ")[0].rstrip(".")
+    if any(_module_of(frame).startswith("torch.nested") for frame in _frames(error)):
+        return "dense tensors", *OF_NESTED
     if not isinstance(error, GradkitError):
         reason = missing_derivative(error)
         if reason is not None:
@@ -95,6 +101,13 @@ def _frames(error: Exception) -> Iterator[FrameType]:
 
 def _module_of(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
+
+
+def _takes_parameters(error: BaseException) -> bool:
+    """Return whether an error is of a function that has a dict of tensors."""
+    *_, (frame, _) = walk_tb(error.__traceback__)
+    dicts = (x for x in frame.f_locals.values() if type(x) is dict)
+    return any(x and all(isinstance(v, Tensor) for v in x.values()) for x in dicts)
 
 
 def _control_flow(error: Exception) -> str | None:
@@ -166,8 +179,8 @@ _NESTED = (
 HOOKED_CONSTANT = "register a hook on a tensor that doesn't require gradient"
 _FREED = "Trying to backward through the graph a second time"
 _MODULE_IS_A_DICT = (
-    "gradkit.func gives fn the parameters of a module that is an argument, as a dict: call "
-    "torch.func.functional_call(model, params, (x,)) in fn, or gradkit.func.make_functional(model)"
+    "call torch.func.functional_call(model, params, (x,)) in fn, or what "
+    "gradkit.func.make_functional(model) gives; params['weight'], not params.weight"
 )
 _DIFFERENTIABLE = "what torch.func can differentiate"
 _EAGERLY = "compute the losses eagerly: gradkit.value_and_grads(losses, params)"
@@ -199,12 +212,14 @@ ZERO_TENSOR = "ZeroTensors are immutable"
 RUNS_BACKWARD = (
     _DIFFERENTIABLE,
     "a call of backward(), retain_grad() or requires_grad_(), or of torch.autograd.functional",
-    "nest gradkit.func or torch.func calls, and return intermediate values as aux",
+    "nest gradkit.func or torch.func calls, and return intermediate values as aux; or, for a first "
+    f"derivative, {_EAGERLY}",
 )
 WRITES_OUTSIDE = (
     _DIFFERENTIABLE,
     "an in-place operation on a tensor from outside: batch norm in train mode, say",
-    f"{_MAKE_FUNCTIONAL}, and return the new buffers as aux",
+    f"{_MAKE_FUNCTIONAL}, and return the new buffers as aux; or, for a first derivative, "
+    f"{_EAGERLY}",
 )
 WRITES_ON_ARGUMENT = (
     "a function that leaves its arguments as they are",

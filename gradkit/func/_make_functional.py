@@ -34,6 +34,7 @@ Named: TypeAlias = dict[str, Tensor]
 ModuleCall: TypeAlias = Callable[..., tuple[Any, Named]]  # returns the output and the new buffers
 _Run: TypeAlias = Callable[[], Any]
 _REFUSED_BY_TORCH = (nn.DataParallel, torch.jit.ScriptModule)
+_TRACED: Any = vars(torch.jit)["TopLevelTracedModule"]
 _READS_ONLY = "a module that reads its parameters"
 _READS_GIVEN = "a module that computes with the parameters that the call was given"
 
@@ -73,7 +74,8 @@ def make_functional(module: nn.Module) -> tuple[ModuleCall, Named, Named]:
     Raises:
         LeafTypeError: It is no module, or a lazy one that has not run yet.
         UnsupportedGraphError: A module wrapped by DistributedDataParallel or FSDP, or an embedding
-            with `max_norm`, which writes on its weight. `call` raises it for any module that does.
+            with `max_norm`, which writes on its weight, or one compiled by torch.jit. `call` raises
+            it for any module that writes on its parameters.
 
     Source:
         `torch.func.functional_call`,
@@ -230,6 +232,16 @@ def _refuse_writing(module: nn.Module) -> None:
             got = "an embedding with max_norm, which writes on its weight in every forward pass"
             fix = "max_norm=None, and scale the output"
             raise UnsupportedGraphError(message(where, _READS_ONLY, got, fix))
+        # A function of torch.jit reads some of its tensors as they were when it was compiled.
+        is_compiled = isinstance(part, _TRACED) or (
+            isinstance(part, torch.jit.ScriptModule) and any(True for _ in part.buffers())
+        )
+        if is_compiled or (part is module and isinstance(part, _REFUSED_BY_TORCH)):
+            where, got = f"module.{name}".rstrip("."), f"{describe(part)}, which does not"
+            fix = "make_functional of the module inside of it, or that torch.jit has compiled; or, "
+            fix += "for a first derivative, gradkit.value_and_grads(loss, module)"
+            expected = "a module that takes other parameters"
+            raise UnsupportedGraphError(message(where, expected, got, fix))
 
 
 def read_named(tensors: Any, names: list[str], root: str) -> Named:

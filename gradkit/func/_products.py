@@ -19,7 +19,7 @@ from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
 from gradkit._core.call import Losses, check_function, check_option
 from gradkit._core.leaf_arithmetic import same_values
-from gradkit._core.ownership import leave_inference_mode, overlaps_itself
+from gradkit._core.ownership import leave_inference_mode, overlaps_itself, zeros_of
 from gradkit._core.params import Grads, Tensors
 from gradkit._core.pytree import PyTree
 from gradkit._core.results_without_graph import with_refused_derivatives
@@ -258,7 +258,7 @@ def linearize(
     """
     check_options(fn, create_graph=create_graph)
     arguments = _read_primals(primals)
-    zeros = pytree.map_tensors(torch.zeros_like, arguments.args)
+    zeros = pytree.map_tensors(zeros_of, arguments.args)
     _read_directions(arguments, zeros)  # raises for complex ones
     with put_back(fn):
         values, _, push = _linear_maps(fn, arguments)

@@ -219,7 +219,11 @@ def read_state(opt: Optimizer, state: object, leaves: Leaves, spec: Structure) -
     if not isinstance(state, Mapping) or set(state) != set(opt.entries):
         expected = f"a state of {opt.name}, with {', '.join(opt.entries) or 'no entries'}"
         got = str(list(state)) if isinstance(state, Mapping) else describe(state)
-        raise errors.StructureError(message("state", expected, got, "state = opt.init(params)"))
+        fix = "state = opt.init(params)"
+        if isinstance(state, Mapping) and {"state", "param_groups"} <= set(state):  # of torch.optim
+            fix = "to go on from it, {name: dict(zip(params, (s[name] for s in saved['state']"
+            fix += ".values()))) for name in opt.init(params)}; to start anew, opt.init(params)"
+        raise errors.StructureError(message("state", expected, got, fix))
     columns = {
         name: pytree.flatten_up_to(spec, "params", state[name], f"state[{name!r}]")
         for name in opt.entries
@@ -246,7 +250,8 @@ def _check_entries(opt: Optimizer, columns: StateLists, leaves: Leaves, spec: St
             if leaf is None:
                 continue
             if isinstance(entry, Tensor):
-                fits = entry.numel() == 1 if is_count else entry.shape == leaf.shape
+                alike = entry.shape == leaf.shape and entry.device == leaf.device
+                fits = entry.numel() == 1 if is_count else alike
                 if not fits and is_optional:  # one of another shape, such as the sums of rows
                     fits = isinstance(of_start := start(leaf), Tensor)
                     fits = fits and entry.shape == of_start.shape
@@ -256,6 +261,7 @@ def _check_entries(opt: Optimizer, columns: StateLists, leaves: Leaves, spec: St
             if not fits:
                 where = pytree.path(spec, index, f"state[{name!r}]")
                 expected = "a count" if is_count else f"a tensor of shape {tuple(leaf.shape)}"
+                expected += "" if is_count else f" on {leaf.device}"
                 fix = "state = opt.init(params), of these params"
                 raise errors.StructureError(message(where, expected, describe(entry), fix))
 

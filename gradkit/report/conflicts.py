@@ -15,7 +15,13 @@ from torch import Tensor
 
 from gradkit._core import pytree
 from gradkit._core.call import check_option
-from gradkit._core.leaf_arithmetic import products, real_vector, symmetrized, with_zeros
+from gradkit._core.leaf_arithmetic import (
+    products,
+    real_vector,
+    refuse_meta,
+    symmetrized,
+    with_zeros,
+)
 from gradkit._core.pytree import PyTree
 from gradkit._core.tables import Block, Report, Table, listed, plural, styled
 from gradkit.errors import LeafTypeError, StructureError, message
@@ -147,6 +153,7 @@ def conflicts(
     """
     check_option("by", by, (None, "module"))
     rows = read_per_loss_rows(per_loss, losses)
+    refuse_meta([x for row in rows.rows for x in row], lambda _: "per_loss")
     _refuse_losses(rows)
     names = _names(per_loss, losses)
     _, spec = pytree.flatten(rows.unflatten(rows.rows[0]))

@@ -16,7 +16,7 @@ from gradkit._checks.eager_graph import refusal_reasons
 from gradkit._checks.modified_tensors import modified_since_saved
 from gradkit._checks.reachability import is_fsdp_shard
 from gradkit._compat.autograd import without_torch_function
-from gradkit._compat.nodes import any_released, names_by_kind
+from gradkit._compat.nodes import any_released, names_by_kind, packed_tensors
 from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
 from gradkit._core.call import read_losses
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 Status: TypeAlias = Literal[
     "reached", "frozen", "constant loss", "not in the graph", "reentrant checkpoint", "sharded",
-    "moved", "changed in place", "made in inference mode",
+    "moved", "changed in place", "made in inference mode", "detached",
 ]  # fmt: skip
 _STYLES = {"reached": "green", "frozen": "dim", "constant loss": "dim", "not in the graph": "dim"}
 _MAX_COLUMNS = 8
@@ -53,7 +53,7 @@ class Verdict:
     Attributes:
         status: `"reached"`, or why not: `"frozen"`, `"constant loss"`, `"not in the graph"`,
             `"reentrant checkpoint"`, `"sharded"`, `"moved"` (moved or cast since) or
-            `"changed in place"`, `"made in inference mode"`.
+            `"changed in place"`, `"made in inference mode"`, `"detached"` (used as a constant).
         why: The reason in a sentence; empty if it is reached.
     """
 
@@ -203,7 +203,7 @@ def explain(losses: PyTree, params: PyTree) -> Explanation:
         >>> explanation = gradkit.report.explain(losses, {"w": w, "v": v})
         >>> verdicts = explanation.verdicts
         >>> verdicts["fit"]["w"].status, verdicts["aux"]["w"].status
-        ('reached', 'not in the graph')
+        ('reached', 'detached')
         >>> explanation.params["v"], explanation.losses["fit"].nodes
         (('aux',), 2)
 
@@ -428,6 +428,11 @@ _SAME_MEMORY = Verdict(
     "not in the graph",
     "another tensor with the same memory is: this one is its .data, its detach() or another view",
 )
+_DETACHED = Verdict(
+    "detached",
+    "the loss was computed with its value as a constant: the path is cut right at it (detach(), "
+    ".data, no_grad, or requires_grad set too late)",
+)
 _NOT_THERE = Verdict(
     "not in the graph",
     "the loss was not computed from it, or the path is cut (detach(), .data, .item(), no_grad, "
@@ -475,9 +480,9 @@ class Reachability:
             return _CHANGED
         storage, span = _memory_of(variable)
         # One storage, such as a flat vector of many parameters, may have a part for each.
-        spans = self._memory.get(storage, ())
-        if any(span.start < other.stop and other.start < span.stop for other in spans):
-            return _SAME_MEMORY
+        for other, verdict in self._memory.get(storage, ()):
+            if span.start < other.stop and other.start < span.stop:
+                return verdict
         has_checkpoint = any(kind.__name__ == _CHECKPOINT for kind in self.graph.kinds)
         return _PERHAPS_INSIDE if has_checkpoint else _NOT_THERE
 
@@ -486,11 +491,14 @@ class Reachability:
         return checkpointed_tensors(self.graph)
 
     @cached_property
-    def _memory(self) -> dict[int, list[range]]:
-        """The spans of bytes of the leaves in the graph, by storage."""
-        spans: dict[int, list[range]] = {}
-        for storage, span in map(_memory_of, self.graph.leaves.values()):
-            spans.setdefault(storage, []).append(span)
+    def _memory(self) -> dict[int, list[tuple[range, Verdict]]]:
+        """The spans of bytes of the leaves in the graph, and of saved tensors, by storage."""
+        spans: dict[int, list[tuple[range, Verdict]]] = {}
+        packed = (one for node in self.graph.nodes for _, one in packed_tensors(node))
+        saved = [(one.data, _DETACHED) for one in packed if isinstance(one.data, Tensor)]
+        for tensor, verdict in [(x, _SAME_MEMORY) for x in self.graph.leaves.values()] + saved:
+            storage, span = _memory_of(tensor)
+            spans.setdefault(storage, []).append((span, verdict))
         return spans
 
 

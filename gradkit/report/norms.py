@@ -14,7 +14,7 @@ from torch.distributed import ReduceOp
 
 from gradkit._compat.distributed import is_dtensor, local_part, sharding, whole_sums
 from gradkit._core import pytree
-from gradkit._core.leaf_arithmetic import norms_of_rows, stored_values, to_common_dtype
+from gradkit._core.leaf_arithmetic import norms_of_rows, refuse_meta, stored_values, to_common_dtype
 from gradkit._core.params import DIFFERENTIABLE
 from gradkit._core.pytree import PyTree
 from gradkit._core.tables import Block, Report, Table, plural, styled
@@ -119,6 +119,7 @@ def norms(
     _check(scaler, depth)
     trees = {"grads": grads} if params is None else {"grads": grads, "params": params}
     (leaves, *others), spec = aligned_leaves(trees)
+    refuse_meta(leaves, lambda index: pytree.path(spec, index, "grads"))
     for index, leaf in enumerate(leaves):
         if leaf is not None and not (leaf.is_floating_point() or leaf.is_complex()):
             where, fix = pytree.path(spec, index, "grads"), "leave out what is no gradient"

@@ -21,6 +21,7 @@ from gradkit._compat.undoing import undo_stack
 from gradkit._core import pytree
 from gradkit._core.call import Losses, read_losses, require_graph
 from gradkit._core.graph import Subgraph
+from gradkit._core.leaf_arithmetic import refuse_meta
 from gradkit._core.params import Params, read_iterator, read_params
 from gradkit._core.pytree import PyTree
 from gradkit._core.user_code import captured_by
@@ -205,6 +206,7 @@ def read_step(fn: Any, params: PyTree, args: tuple[Any, ...]) -> Step:
         raise StructureError(message("loss_fn", expected, describe(fn), fix))
     tree = _without_iterators(params)
     opened = read_params(tree)
+    refuse_meta(opened.leaves, partial(pytree.path, opened.spec, root="params"))
     for index, leaf in enumerate(opened.leaves):
         if leaf is not None and not leaf.is_leaf:
             where = pytree.path(opened.spec, index, "params")

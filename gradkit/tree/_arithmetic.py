@@ -24,7 +24,7 @@ from gradkit._core.leaf_arithmetic import (
     to_common_dtype,
     without_autocast,
 )
-from gradkit._core.ownership import PLAIN_TYPES
+from gradkit._core.ownership import PLAIN_TYPES, zeros_of
 from gradkit._core.params import DIFFERENTIABLE, expand_params
 from gradkit._core.pytree import PyTree, Structure
 from gradkit.errors import LeafTypeError, OptionError, StructureError, describe, message
@@ -98,7 +98,7 @@ def zeros_like(tree: PyTree, *, dtype: torch.dtype | None = None) -> PyTree:
         A tree like `tree`, which requires no grad; None where it has None.
     """
     _check_type("dtype", dtype, torch.dtype, "dtype=torch.float32")
-    return map(partial(torch.zeros_like, dtype=dtype), tree)
+    return map(partial(zeros_of, dtype=dtype), tree)
 
 
 def randn_like(tree: PyTree, *, generator: torch.Generator | None = None) -> PyTree:

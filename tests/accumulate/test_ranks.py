@@ -294,3 +294,24 @@ def check_refusals(device: torch.device) -> None:
 
 def test_what_is_not_summed_over_ranks_is_refused(two: Ranks, device: torch.device) -> None:
     two.run(check_refusals)
+
+
+def check_other_trees(device: torch.device) -> None:
+    w = torch.ones(2, device=device, requires_grad=True)
+    rank = dist.get_rank()
+    total = gradkit.Accumulator(w)
+    total.add_({"fit": w.sum()} if rank == 0 else {"fit": w.sum(), "aux": w.sum()}, 3)
+    expected = r"loss_sum on rank 1 of 2 in gradkit.Accumulator.mean: .*\n.*\'aux\': 0 \* fit_sum"
+    with pytest.raises(gradkit.StructureError, match=expected):
+        total.mean()
+    total, fit_sum = gradkit.Accumulator(w), w.sum()
+    if rank == 0:
+        total.add_({"fit": fit_sum, "aux": 0 * fit_sum}, {"fit": 3, "aux": 0})
+    else:
+        total.add_({"fit": w.sum(), "aux": w.sum()}, {"fit": 3, "aux": 2})
+    _, grads = total.mean()
+    torch.testing.assert_close(grads, torch.full_like(w, 2 / 6 + 1 / 2))
+
+
+def test_trees_of_losses_that_differ_between_ranks(two: Ranks, device: torch.device) -> None:
+    two.run(check_other_trees)

@@ -170,6 +170,42 @@ def test_bugs_of_micro_batches_are_named(step: Any, bug: str, named: str) -> Non
     assert kinds == dict.fromkeys(names, named)
 
 
+@pytest.mark.parametrize(("factor", "named"), [(2, "loss 'aux' x 2"), (0, "without loss 'aux'")])
+def test_a_loss_that_parts_count_otherwise_is_named(factor: int, named: str) -> None:
+    x = torch.randn(8, 4, dtype=torch.float64)
+
+    def step(module: nn.Module, part: BatchPart) -> dict[str, torch.Tensor]:
+        out = module(part.rows(x))
+        times = factor if part.count > 1 else 1
+        return {"fit": out.square().mean(), "aux": times * out.abs().mean()}
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+
+    report = parity(build, step, ["accumulation"])
+    assert {one.kind for one in report.differences["accumulation"].values()} == {named}
+
+
+def test_a_step_that_returns_a_vector_and_a_tolerance_of_zero() -> None:
+    x = torch.randn(8, 4)
+
+    def vector(module: nn.Module, part: BatchPart) -> torch.Tensor:
+        loss: torch.Tensor = module(part.rows(x)).square().mean(1)
+        return loss
+
+    def mean(module: nn.Module, part: BatchPart) -> torch.Tensor:
+        return vector(module, part).mean()
+
+    def build() -> nn.Module:
+        return nn.Linear(4, 2)
+
+    with pytest.raises(gradkit.NotScalarLossError, match=r"loss\.mean\(\)"):
+        parity(build, vector, ["accumulation"])
+    with pytest.raises(gradkit.OptionError, match=r"rtol=1e-6"):
+        parity(build, mean, ["accumulation"], rtol=0)
+    assert parity(build, mean, ["accumulation"], rtol=1e-6).same
+
+
 def test_a_checkpoint_that_draws_again_is_named() -> None:
     build = programs.build_with_dropout
     assert parity(build, programs.dropped, "checkpointed").same

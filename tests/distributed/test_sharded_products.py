@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import gradkit
 from tests.distributed.test_make_functional import (
@@ -139,3 +140,52 @@ def check_forward_mode(device: torch.device) -> None:
 
 def test_forward_mode_over_shards_raises_first(two: Ranks, device: torch.device) -> None:
     two.run(check_forward_mode)
+
+
+def rows(w: Tensor, x: Tensor) -> Tensor:
+    return (x * w).square().sum(1)
+
+
+def of_function(x: Tensor, half: Tensor) -> Any:
+    return gradkit.func.value_and_grads(lambda w: rows(w, x).sum(), weights=half)
+
+
+def check_losses_and_weights(device: torch.device) -> None:
+    """A vector of losses that is a DTensor, and plain weights, give what full tensors give."""
+    mesh = dist.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),))
+    full_x = torch.arange(1.0, 9.0, device=device).view(4, 2)
+    full_w = torch.tensor([1.0, 2.0], device=device)
+    half = torch.tensor(0.5, device=device)
+    for placement in (Replicate(), Shard(0)):
+        w = torch.nn.Parameter(distribute_tensor(full_w, mesh, [Replicate()]))
+        x = distribute_tensor(full_x, mesh, [placement])
+        plain = full_w.clone().requires_grad_()
+
+        ours, theirs = partial(rows, w, x), partial(rows, plain, full_x)
+        pairs: list[tuple[Any, Any]] = [
+            (gradkit.per_loss_grads(ours(), w), gradkit.per_loss_grads(theirs(), plain)),
+            (gradkit.gram(ours(), w), gradkit.gram(theirs(), plain)),
+            (gradkit.per_sample_norms(ours(), w), gradkit.per_sample_norms(theirs(), plain)),
+            (gradkit.clipped_sum(ours(), w, 1.0), gradkit.clipped_sum(theirs(), plain, 1.0)),
+            (
+                gradkit.value_and_grads(ours().sum(), w, weights=half)[1],
+                gradkit.value_and_grads(theirs().sum(), plain, weights=half)[1],
+            ),
+            (
+                gradkit.value_and_grads(plain.sum(), plain, weights=ours().detach().sum())[1],
+                gradkit.value_and_grads(plain.sum(), plain, weights=theirs().detach().sum())[1],
+            ),
+            (of_function(x, half)(w)[1], of_function(full_x, half)(plain)[1]),
+        ]
+        for got, expected in pairs:
+            whole = got.full_tensor() if isinstance(got, DTensor) else got
+            torch.testing.assert_close(whole.detach(), expected.detach())
+        gradkit.minimize_(torch.optim.SGD([w], 0.1), ours().sum(), weights=half)
+        gradkit.minimize_(torch.optim.SGD([plain], 0.1), theirs().sum(), weights=half)
+        stepped: Any = w.detach()
+        torch.testing.assert_close(stepped.full_tensor(), plain.detach())
+
+
+@pytest.mark.filterwarnings("ignore::gradkit.GradkitWarning")
+def test_losses_that_are_dtensors_and_plain_weights(two: Ranks, device: torch.device) -> None:
+    two.run(check_losses_and_weights)

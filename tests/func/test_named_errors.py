@@ -218,16 +218,6 @@ def test_a_hook_where_no_backward_pass_follows(device: torch.device) -> None:
     func.check_grads(loss, w, modes=("reverse",), order=1)
 
 
-def test_a_module_that_is_called_as_a_function_is_a_dict(device: torch.device) -> None:
-    model, x = nn.Linear(3, 1).to(device), torch.randn(2, 3, device=device)
-    with pytest.raises(TypeError, match="'dict' object is not callable") as caught:
-        func.value_and_grads(lambda model: model(x).sum())(model)
-    assert "functional_call(model, params, (x,))" in "".join(caught.value.__notes__)
-    call = torch.func.functional_call
-    grads = func.value_and_grads(lambda params: call(model, params, (x,)).sum())(model)[1]
-    torch.testing.assert_close(grads["weight"], x.sum(0, keepdim=True))
-
-
 def test_a_jagged_argument(device: torch.device) -> None:
     rows = torch.randn(5, 4, device=device)
     jagged = torch.nested.nested_tensor([rows[:3], rows[3:]], layout=torch.jagged)

@@ -192,7 +192,9 @@ class _Comparison:
             return ParityDifference("zero", why, 0.0, ranks=tuple(without))
         if _error(runs):
             return None
-        rtol = self.rtol or TOLERANCE.get(self.single.dtypes[param], COARSE)
+        rtol = self.rtol
+        if rtol is None:
+            rtol = TOLERANCE.get(self.single.dtypes[param], COARSE)
         grads = [run.grads.get(param) for run in runs]
         of_ranks = [difference(param, g, expected, suspects, rtol, self.floor) for g in grads]
         wrong = [rank for rank, one in enumerate(of_ranks) if one]
@@ -272,9 +274,10 @@ def _check_options(program: Program, world_size: object, rtol: Any, timeout: Any
     check_function(program.build, "build")
     check_function(program.step, "step")
     _check_count("world_size", world_size, 2)
-    for name, value in (("rtol", 1.0 if rtol is None else rtol), ("timeout", timeout)):
+    of_rtol = ("rtol", 1.0 if rtol is None else rtol, "rtol=1e-6, or None for that of the dtype")
+    for name, value, fix in (of_rtol, ("timeout", timeout, "timeout=30.0")):
         if not is_number(value) or value <= 0:
-            raise OptionError(message(name, "a positive number", repr(value), f"{name}=30.0"))
+            raise OptionError(message(name, "a positive number", repr(value), fix))
     if dist.is_available() and dist.is_initialized():
         fix = "call parity in one process, which starts the others"
         raise CollectiveError(message("parity", "no process group", "one", fix))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from gradkit._autograd.engine import reference_backward
 from gradkit._compat.distributed import full_tensor
-from gradkit.errors import StructureError, describe, first_line, message
+from gradkit.errors import NotScalarLossError, StructureError, describe, first_line, message
 
 _START = datetime.timedelta(minutes=2)  # a process imports torch and the user's modules meanwhile
 
@@ -142,6 +142,9 @@ def _backward(result: Any, run: RankRun, micro_batches: int, only: str | None) -
         if not isinstance(loss, Tensor):
             fix = "return a loss, a dict of losses, or None after .backward()"
             raise StructureError(message(f"step(): {name}", "a tensor", describe(loss), fix))
+        if loss.numel() != 1:
+            expected, fix = "a loss of exactly one element", "return loss.mean(), or loss.sum()"
+            raise NotScalarLossError(message(f"step(): {name}", expected, describe(loss), fix))
     chosen = [*losses.values()] if only is None else [losses[only]]
     with_graph = [loss / micro_batches for loss in chosen if loss.requires_grad]
     if with_graph or only is None:  # a lone loss without a graph is a constant of their sum

@@ -163,12 +163,15 @@ def _explanations(param: str, want: Tensor, given: Suspects) -> Iterator[_Explan
             (1 / root, f"1 / the root of {size}", "a norm that counts the same squares again"),
         ):
             yield f"x {factor:.4g}: {name}", why, factor, factor * want
-    yield from _of_parts(param, want, given)
+    # Before the parts, whose steps may have the same mistake: their mean is the gradient then.
     for loss, grads in given.losses.items() if len(given.losses) > 1 else ():
-        for times in (0, *(t for n in given.sizes.values() for t in (n, 1 / n))):
+        alone = grads.get(param, 0 * want)
+        sizes = dict.fromkeys((*given.sizes.values(), 2))
+        for times in (0, *(t for n in sizes for t in (n, 1 / n))):
             kind = f"loss {loss!r} x {times:.4g}" if times else f"without loss {loss!r}"
             why = "this loss does not reach it, or has another weight in this layout"
-            yield kind, why, None, want + (times - 1) * grads.get(param, 0 * want)
+            yield kind, why, None, want + (times - 1) * alone
+    yield from _of_parts(param, want, given)
 
 
 def _of_parts(param: str, want: Tensor, given: Suspects) -> Iterator[_Explanation]:
