@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -413,6 +413,31 @@ def set_requires_grad(tensors: Iterable[Tensor], to: bool = True) -> None:
         _functorch.set_inplace_requires_grad_allowed(True)
         for tensor in tensors:
             tensor.requires_grad_(to)
+
+
+@contextmanager
+def levels_put_back_on_error() -> Iterator[None]:
+    """Leave the transforms, and the forward mode, that a block has entered and not left."""
+    depth, in_forward_mode = len(_read() or ()), forward_ad._current_level >= 0
+    allowed, enabled = torch._C._is_fwd_grad_enabled(), torch.is_grad_enabled()
+    saved_hooks: Any = torch._C._autograd
+    why_no_hooks = saved_hooks._saved_tensors_hooks_get_disabled_error_message()
+    try:
+        yield
+    except BaseException as error:
+        _functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        # The only level is the process's: that of another thread stays.
+        if not in_forward_mode and _NESTED_FORWARD_MODE not in str(error):
+            with suppress(RuntimeError):  # none is open
+                torch._C._exit_dual_level(level=0)
+        torch._C._set_fwd_grad_enabled(allowed)
+        torch._C._set_grad_enabled(enabled)
+        if why_no_hooks is None:
+            saved_hooks._saved_tensors_hooks_enable()
+        raise
+
+
+_NESTED_FORWARD_MODE = "Nested forward mode AD is not supported"
 
 
 def compiled_autograd_disabled() -> AbstractContextManager[Any]:

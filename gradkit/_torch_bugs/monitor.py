@@ -52,9 +52,10 @@ from gradkit._core.graph import Subgraph, recorded_outside
 from gradkit._core.results_without_graph import with_zero_derivatives
 from gradkit._core.user_code import functions_alive, hooks_registered, user_functions
 from gradkit._state.copy_on_write import CopyOnWrite, is_in_place
-from gradkit._torch_bugs import attention, table
+from gradkit._torch_bugs import attention, table, traced_formulas
 from gradkit._torch_bugs import foreign_operators as foreign
 from gradkit._torch_bugs.foreign_operators import is_foreign
+from gradkit._torch_bugs.traced_formulas import traced_by_formula
 from gradkit.errors import UnsupportedGraphError, message
 
 _BACKWARD_PASS, _FUNCTION, _ATTENTION = "a backward pass", "a Function", "attention"
@@ -203,6 +204,9 @@ class OpMonitor(TorchFunctionMode):
         if self._watch is None or _is_traced():
             if func is Tensor.unflatten:  # it calls `super()`, which torch.compile cannot trace
                 return args[0].unflatten(*args[1:], **(kwargs or {}))
+            name = traced_by_formula(func) if self._traced >= 0 else None
+            if name is not None:
+                return traced_formulas.FORMULAS[name](func, *args, **(kwargs or {}))
             return self._run(func, args, kwargs)
         if func in _ordinary and not (kwargs and _may_write(**kwargs)):
             if self._is_outermost or types:

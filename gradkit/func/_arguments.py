@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from gradkit._compat.dynamo import begin_trace
 from gradkit._compat.transforms import carries_graph, transforms
 from gradkit._core import call as options
 from gradkit._core import params, pytree
@@ -133,6 +134,8 @@ def read_arguments(
     """Check and flatten the arguments that a function is differentiated with respect to."""
     # `root`: what errors call the one argument; by default `args[0]`. `dense`: none may be sparse.
     is_traced = torch.compiler.is_compiling()
+    if is_traced:
+        begin_trace()
     if unused != "zeros" and is_traced:
         expected = "'zeros' under torch.compile, which cannot tell what a loss reaches"
         raise OptionError(message("unused", expected, repr(unused), "unused='zeros'"))
