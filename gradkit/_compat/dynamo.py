@@ -220,6 +220,20 @@ def operations_traced() -> int:
     return len(_tracer().output.graph.nodes)
 
 
+@run_in_trace
+def is_watched() -> bool:
+    """Return whether the trace began again, to have a mode see its operations."""
+    return hasattr(_tracer().speculation_log, "watched_by_gradkit")
+
+
+def trace_again_watched() -> None:
+    """Let the trace begin again, with a mode that sees its operations."""
+    from torch._dynamo.exc import UnspecializeRestartAnalysis
+
+    _tracer().speculation_log.watched_by_gradkit = True
+    raise UnspecializeRestartAnalysis(restart_reason="gradkit watches its operations")
+
+
 def traced_since(count: int) -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any], Any]]:
     """Yield the functions traced since, with their arguments and results as they are in a trace."""
 
@@ -228,8 +242,13 @@ def traced_since(count: int) -> Iterator[tuple[Any, tuple[Any, ...], dict[str, A
 
     for node in islice(_tracer().output.graph.nodes, count, None):
         if node.op == "call_function":
-            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), value)
-            yield node.target, args, kwargs, value(node)
+            function = node.target
+        elif node.op == "call_method":
+            function = getattr(torch.Tensor, node.target)
+        else:
+            continue
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), value)
+        yield function, args, kwargs, value(node)
 
 
 def _tracer() -> Any:

@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch._functorch import eager_transforms
 from torch._functorch.autograd_function import custom_function_call as _custom_function_call
-from torch._functorch.eager_transforms import _autograd_grad
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.autograd import forward_ad
 from torch.autograd.graph import disable_saved_tensors_hooks
@@ -39,7 +39,7 @@ BATCH_FAILURES = (RuntimeError, ZeroDivisionError)
 
 # What torch.func's own grad and vjp call; torch.compile traces it as one operation, where it does
 # not trace torch.autograd.grad. Zeros for what is not reached.
-autograd_grad = _autograd_grad
+autograd_grad = eager_transforms._autograd_grad
 # What Function.apply calls inside transforms; modes see it, and the Function as its first argument.
 apply_function: Any = _custom_function_call
 # The transform level that a tensor belongs to: -1 for none, -2 for one that has ended.
@@ -121,14 +121,14 @@ def is_plain() -> bool:
     return not _read() and forward_ad._current_level < 0
 
 
-# What torch.compiler.assume_constant_result does, which would import all of torch's compiler.
-for _run_in_trace in (transforms, derivatives_around):
-    vars(_run_in_trace)["_dynamo_marked_constant"] = True
-
-
 def differentiated() -> bool:
     """Return whether a transform around this call differentiates what it returns."""
     return not DERIVATIVES.isdisjoint(transforms())
+
+
+# What torch.compiler.assume_constant_result does, which would import all of torch's compiler.
+for _run_in_trace in (transforms, derivatives_around, differentiated):
+    vars(_run_in_trace)["_dynamo_marked_constant"] = True
 
 
 def differentiated_around(stack: tuple[str, ...], kind: str) -> bool:
@@ -403,6 +403,27 @@ def run_in_level(
         return [
             [None if x is None else unwrap(x, level) for x in tensors]
             for tensors in fn(variables, level)
+        ]
+
+
+def trace_in_level(
+    fn: Callable[[list[Tensor]], TensorLists], point: Sequence[Tensor]
+) -> list[list[Any]]:
+    """Do what `run_in_level` does, in a way that torch.compile traces: as torch.func's own."""
+    level: Any
+    with (
+        disable_saved_tensors_hooks(_NO_HOOKS),
+        eager_transforms.grad_increment_nesting() as level,  # type: ignore[attr-defined]
+        torch.enable_grad(),
+    ):
+        variables = [_functorch._wrap_for_grad(x, level) for x in point]
+        with eager_transforms.enable_inplace_requires_grad(True):
+            for variable in variables:
+                eager_transforms._set_tensor_requires_grad(variable)
+        # Views: in a Function's `apply`, torch.compile would take the variables for constants.
+        return [
+            [None if x is None else _functorch._unwrap_for_grad(x, level) for x in tensors]
+            for tensors in fn([x.view_as(x) for x in variables])
         ]
 
 

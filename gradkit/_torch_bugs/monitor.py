@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -11,6 +12,7 @@ from weakref import WeakMethod, WeakSet
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.autograd import Function
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, get_testing_overrides
@@ -18,9 +20,11 @@ from torch.overrides import TorchFunctionMode, get_testing_overrides
 from gradkit._compat.autograd import with_function_modes, without_function_modes
 from gradkit._compat.dynamo import (
     functions_traced,
+    is_watched,
     leave_uncompiled,
     operations_traced,
     run_in_trace,
+    trace_again_watched,
     traced_since,
 )
 from gradkit._compat.nodes import output_shape, saved, saved_or
@@ -160,7 +164,7 @@ class OpMonitor(TorchFunctionMode):
         if torch.compiler.is_compiling():  # which would compile again for each count
             functions_traced()
             self._traced = operations_traced()
-            return self
+            return self if is_watched() else INSIDE
         return self._counted()
 
     @contextmanager
@@ -359,13 +363,17 @@ class OpMonitor(TorchFunctionMode):
 
     def check(self) -> None:
         """Raise if a backward pass through the operations so far would be wrong."""
-        if self._traced >= 0 and (text := _wrong_unseen(self._traced)):
-            raise UnsupportedGraphError(text)
+        self.check_traced()
         stack = derivatives_around()
         if BATCH in stack and self._wrong_batched:
             _refuse(self._wrong_batched[0])
         if differentiated_around(stack, BATCH) and self._wrong_derivative:
             _refuse(self._wrong_derivative[0])
+
+    def check_traced(self, *, batches: bool = False) -> None:
+        """Look at what torch.compile has traced; it begins again if operations are to be watched."""
+        if self._traced >= 0 and (text := _wrong_unseen(self._traced, self.more, batches)):
+            raise UnsupportedGraphError(text)
 
     def check_derivative(self, below: Subgraph | None = None) -> None:
         """Raise if a derivative that eager code takes of a gradient would be wrong."""
@@ -377,7 +385,9 @@ class OpMonitor(TorchFunctionMode):
 
     def why_not_batched(self, loss: Tensor) -> str | None:
         """Return why a vmapped backward pass from a loss would be wrong, or None if it is right."""
-        if not torch.compiler.is_compiling():  # which shows no graph
+        if torch.compiler.is_compiling():  # which shows no graph
+            self.check_traced(batches=True)
+        else:
             self.note_graph(Subgraph([loss]))
         wrong = list(self._wrong_batched)
         if not DERIVATIVES.isdisjoint(self.outer):
@@ -458,18 +468,23 @@ def _run_in_eager_code(name: str, func: Any, args: Any, kwargs: Any, outer: tabl
 
 
 @run_in_trace
-def _wrong_unseen(count: int) -> str | None:
+def _wrong_unseen(count: int, more: int, batches: bool) -> str | None:
     """Return what an error says of an operation traced since of which no mode was told."""
-    # torch.compile tells a mode of no other functions than torch lists as overridable.
+    # torch.compile tells a mode of no other functions than torch lists as overridable; a mode takes
+    # longer than all else, so that there is none before an operation needs it.
     try:
         for func, args, kwargs, result in traced_since(count):
             if is_foreign(func):
                 foreign.refuse_dropped(func, (args, kwargs), result, [])
                 continue
-            bug = table.EVERY.get(_NAMES.get(func, ""))
-            if bug is None or func in get_testing_overrides():
+            name, call = _NAMES.get(func, ""), table.OpCall(args, kwargs, func in _FUNCTIONAL, derivatives_around(), ())
+            if func in get_testing_overrides() or func in _OPERATORS:
+                if not is_watched() and _is_to_be_watched(func, call, more, batches):
+                    trace_again_watched()
                 continue
-            call = table.OpCall(args, kwargs, False, derivatives_around(), ())
+            bug = table.EVERY.get(name)
+            if bug is None:
+                continue
             if any(map(varies, pytree.tensors((args, kwargs)))) and bug.wrong_now(call):
                 expected, name = "a function that torch.compile shows to a mode", func.__name__
                 got = f"{name}, of which {bug.what}"
@@ -479,6 +494,27 @@ def _wrong_unseen(count: int) -> str | None:
     except UnsupportedGraphError as error:
         return str(error)
     return None
+
+
+# What torch.compile traces in place of `x ** y`.
+_OPERATORS = {operator.pow: "pow", operator.ipow: "pow"}
+
+
+def _is_to_be_watched(func: Any, call: table.OpCall, more: int, batches: bool) -> bool:
+    """Return whether an operation that was traced has to be refused, or to run by a formula."""
+    name = _OPERATORS.get(func) or name_of(func)
+    if isinstance(func, HigherOrderOperator) or traced_by_formula(func) is not None:
+        return True
+    if name == _ATTENTION:
+        return attention.lacks_derivative(more)
+    rows = [row for row in (table.BY_FORMULA.get(name), table.REFUSED.get(name)) if row is not None]
+    return any(
+        batches
+        or BATCH in call.stack
+        or row.wrong_now(call)
+        or row.wrong_now(call.differentiated_by_eager_code())
+        for row in rows
+    )
 
 
 def _value_in_place(name: str, call: table.OpCall) -> Tensor:

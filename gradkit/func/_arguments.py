@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, TypeAlias
 
@@ -56,7 +56,10 @@ class Arguments(Params):
         trees = {position: args[position] for position in self.positions}
         leaves, _ = pytree.flatten(trees[self.positions[0]] if self.single else trees)
         variables = leaves if self.all_variables else self.per_variable(leaves)
-        return replace(self, given=args, leaves=leaves, variables=variables)
+        # Not by `replace`, whose trace takes long.
+        same = self.slots, self.root, self.no_subclasses, self.only_leaves
+        of_call = args, self.positions, self.single, self.dtypes, self.unused
+        return Arguments(leaves, self.spec, variables, *same, *of_call)
 
     def to_tree(self, grads: Sequence[Tensor | None], leading: tuple[int, ...] = ()) -> PyTree:
         """Return gradients as the tree of the differentiated arguments; frozen leaves are zeros."""
@@ -209,6 +212,10 @@ def check_options(
     create_graph: object = None,
 ) -> None:
     """Raise if what all functions of functions take is no function, or has no such value."""
+    are_flags = type(has_aux) is bool and (create_graph is None or type(create_graph) is bool)
+    if are_flags and type(argnums) is int and type(unused) is str and unused == "zeros":
+        options.check_function(fn)
+        return
     options.check_function(fn)
     _check_argnums(argnums)
     options.check_option("has_aux", has_aux, (False, True))
