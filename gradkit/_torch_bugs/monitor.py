@@ -164,7 +164,8 @@ class OpMonitor(TorchFunctionMode):
         if torch.compiler.is_compiling():  # which would compile again for each count
             functions_traced()
             self._traced = operations_traced()
-            return self if is_watched() else INSIDE
+            # In forward mode, torch.compile fails at some operations before they can be looked at.
+            return self if FORWARD in self.outer or is_watched() else INSIDE
         return self._counted()
 
     @contextmanager
@@ -477,15 +478,18 @@ def _wrong_unseen(count: int, more: int, batches: bool) -> str | None:
             if is_foreign(func):
                 foreign.refuse_dropped(func, (args, kwargs), result, [])
                 continue
-            name, call = _NAMES.get(func, ""), table.OpCall(args, kwargs, func in _FUNCTIONAL, derivatives_around(), ())
+            given = args, kwargs, func in _FUNCTIONAL
+            name, call = _NAMES.get(func, ""), table.OpCall(*given, derivatives_around(), ())
             if func in get_testing_overrides() or func in _OPERATORS:
-                if not is_watched() and _is_to_be_watched(func, call, more, batches):
+                if FORWARD not in call.stack and not is_watched() and _is_to_be_watched(func, call, more, batches):
                     trace_again_watched()
                 continue
             bug = table.EVERY.get(name)
             if bug is None:
                 continue
             if any(map(varies, pytree.tensors((args, kwargs)))) and bug.wrong_now(call):
+                if not is_watched():  # linspace is shown to a mode by its tensors
+                    trace_again_watched()
                 expected, name = "a function that torch.compile shows to a mode", func.__name__
                 got = f"{name}, of which {bug.what}"
                 fix = f"{bug.fix or f'the method x.{name}()'}; or leave the call uncompiled: "

@@ -137,7 +137,7 @@ def read_arguments(
     """Check and flatten the arguments that a function is differentiated with respect to."""
     # `root`: what errors call the one argument; by default `args[0]`. `dense`: none may be sparse.
     is_traced = torch.compiler.is_compiling()
-    if is_traced:
+    if torch.compiler.is_dynamo_compiling():
         begin_trace()
     if unused != "zeros" and is_traced:
         expected = "'zeros' under torch.compile, which cannot tell what a loss reaches"
