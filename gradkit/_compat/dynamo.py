@@ -17,11 +17,7 @@ import torch
 from torch import nn
 
 from gradkit import errors
-from gradkit._compat.transforms import (
-    is_transform_tensor,
-    levels_put_back_on_error,
-    transforms,
-)
+from gradkit._compat.transforms import is_transform_tensor, levels_put_back_on_error, transforms
 from gradkit.errors import message
 
 _dynamo: Any = torch._C._dynamo.eval_frame
@@ -106,7 +102,9 @@ def _explain(error: Exception) -> None:
         return  # an exception of the user's own
     text, given = str(error), error.args
     if raised is None and "What to do:" not in text:
-        explained = (explain(text.partition("from user code:")[0], True) for explain in explanations)
+        explained = (
+            explain(text.partition("from user code:")[0], True) for explain in explanations
+        )
         error.args = f"{next(explained)}\n\n{text}", *given[1:]
     if not isinstance(error, kind):
         if not isinstance(error, TorchDynamoException):  # an assertion: it takes no other class

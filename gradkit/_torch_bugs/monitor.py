@@ -158,6 +158,7 @@ class OpMonitor(TorchFunctionMode):
         self._tangents_from = 0  # the level of a jvp around the function; 0 for none
         self._level = 0  # that of the innermost transform around it
         self._traced = -1  # how many operations torch.compile had traced before
+        self._watches = False  # whether this sees what it traces
 
     def noting(self) -> AbstractContextManager[object]:
         """Return what notes the operations of a block."""
@@ -165,7 +166,8 @@ class OpMonitor(TorchFunctionMode):
             functions_traced()
             self._traced = operations_traced()
             # In forward mode, torch.compile fails at some operations before they can be looked at.
-            return self if FORWARD in self.outer or is_watched() else INSIDE
+            self._watches = FORWARD in derivatives_around() or is_watched()
+            return self if self._watches else INSIDE
         return self._counted()
 
     @contextmanager
@@ -372,8 +374,9 @@ class OpMonitor(TorchFunctionMode):
             _refuse(self._wrong_derivative[0])
 
     def check_traced(self, *, batches: bool = False) -> None:
-        """Look at what torch.compile has traced; it begins again if operations are to be watched."""
-        if self._traced >= 0 and (text := _wrong_unseen(self._traced, self.more, batches)):
+        """Look at what torch.compile has traced; it begins again where one is to be watched."""
+        facts = self._traced, self._watches, self.more, batches
+        if self._traced >= 0 and (text := _wrong_unseen(*facts)):
             raise UnsupportedGraphError(text)
 
     def check_derivative(self, below: Subgraph | None = None) -> None:
@@ -469,7 +472,7 @@ def _run_in_eager_code(name: str, func: Any, args: Any, kwargs: Any, outer: tabl
 
 
 @run_in_trace
-def _wrong_unseen(count: int, more: int, batches: bool) -> str | None:
+def _wrong_unseen(count: int, watches: bool, more: int, batches: bool) -> str | None:
     """Return what an error says of an operation traced since of which no mode was told."""
     # torch.compile tells a mode of no other functions than torch lists as overridable; a mode takes
     # longer than all else, so that there is none before an operation needs it.
@@ -481,14 +484,14 @@ def _wrong_unseen(count: int, more: int, batches: bool) -> str | None:
             given = args, kwargs, func in _FUNCTIONAL
             name, call = _NAMES.get(func, ""), table.OpCall(*given, derivatives_around(), ())
             if func in get_testing_overrides() or func in _OPERATORS:
-                if FORWARD not in call.stack and not is_watched() and _is_to_be_watched(func, call, more, batches):
+                if not watches and _is_to_be_watched(func, call, more, batches):
                     trace_again_watched()
                 continue
             bug = table.EVERY.get(name)
             if bug is None:
                 continue
             if any(map(varies, pytree.tensors((args, kwargs)))) and bug.wrong_now(call):
-                if not is_watched():  # linspace is shown to a mode by its tensors
+                if not watches:  # linspace is shown to a mode by its tensors
                     trace_again_watched()
                 expected, name = "a function that torch.compile shows to a mode", func.__name__
                 got = f"{name}, of which {bug.what}"

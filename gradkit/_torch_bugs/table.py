@@ -368,9 +368,10 @@ ROWS = (
            values={"SpecialI1Backward0": _where(
                "i1 near zero, whose second derivative torch gets silently wrong",
                _is_near_zero, second=True)}),
-    Defect("pow", formula=formulas.pow, also=_FIRST, aliases="pow_", when=_is_of_tensors, values={"PowBackward1": _where(
-        "a power whose exponent is zero, whose second derivative torch gets silently wrong",
-        _has_zeroth_power, second=True)}),
+    Defect("pow", formula=formulas.pow, also=_FIRST, aliases="pow_",
+           when=_is_of_tensors, values={"PowBackward1": _where(
+               "a power whose exponent is zero, whose second derivative torch gets silently wrong",
+               _has_zeroth_power, second=True)}),
     Defect("float_power", formula=formulas.pow, also=_FIRST, aliases="float_power_",
            when=_is_of_tensors),
     Defect("polar", formula=formulas.polar, also=_FIRST, values={"PolarBackward0": _where(

@@ -70,7 +70,7 @@ def batch_norm(
             operation(*constants)
         return _normalized(input, dims, eps, *scale)
     mean, var = _of_channels(input, running_mean, running_var)
-    assert mean is not None and var is not None  # noqa: PT018, S101
+    assert mean is not None and var is not None  # noqa: PT018
     return _scaled((input - mean) * torch.rsqrt(var + eps), *scale).to(input.dtype)
 
 
@@ -121,9 +121,10 @@ def huber_loss(
     """Return what torch.nn.functional.huber_loss does."""
     if weight is not None:
         return operation(input, target, reduction, delta, weight)
-    size = (input - target).abs()
+    difference = input - target
+    size = difference.abs()
     far = delta * (size - 0.5 * delta)
-    return _reduced(torch.where(size <= delta, 0.5 * size.square(), far), reduction)
+    return _reduced(torch.where(size < delta, 0.5 * difference.square(), far), reduction)
 
 
 _ALL = (layer_norm, group_norm, batch_norm, instance_norm, mse_loss, soft_margin_loss, huber_loss)
