@@ -232,6 +232,11 @@ def trace_again_watched() -> None:
     raise UnspecializeRestartAnalysis(restart_reason="gradkit watches its operations")
 
 
+def is_higher_order(function: Any) -> bool:
+    """Return whether a function takes functions whose operations are traced apart."""
+    return isinstance(function, torch._ops.HigherOrderOperator)
+
+
 def traced_since(count: int) -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any], Any]]:
     """Yield the functions traced since, with their arguments and results as they are in a trace."""
 

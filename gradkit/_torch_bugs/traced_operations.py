@@ -1,20 +1,35 @@
-"""Formulas of operations whose forward-mode derivative torch.compile cannot trace.
+"""Operations by name, and what becomes of them where torch.compile traces.
 
-torch differentiates a norm there by a decomposition that its fake tensors refuse, and what is
-compiled of the second derivative of some losses writes on the tangent of a constant.
+Some run by formulas there: torch differentiates a norm in forward mode by a decomposition that its
+fake tensors refuse, and what is compiled of the second derivative of some losses writes on the
+tangent of a constant. What no mode has seen is looked at afterwards.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.overrides import get_testing_overrides
 
-from gradkit._compat.dynamo import run_in_trace
-from gradkit._compat.transforms import BATCH, FORWARD, derivatives_around
+from gradkit._compat.dynamo import is_higher_order, run_in_trace, trace_again_watched, traced_since
+from gradkit._compat.transforms import (
+    BATCH,
+    FORWARD,
+    apply_function,
+    autograd_grad,
+    derivatives_around,
+    varies,
+)
+from gradkit._core import pytree
+from gradkit._torch_bugs import attention, table
+from gradkit._torch_bugs import foreign_operators as foreign
+from gradkit._torch_bugs.foreign_operators import is_foreign
+from gradkit.errors import UnsupportedGraphError, message
 
 
 def _normalized(
@@ -128,8 +143,8 @@ def huber_loss(
 
 
 _ALL = (layer_norm, group_norm, batch_norm, instance_norm, mse_loss, soft_margin_loss, huber_loss)
-FORMULAS: dict[str, Callable[..., Any]] = {one.__name__: one for one in _ALL}
-_NAMES = {getattr(functional, name): name for name in FORMULAS}
+TRACED_BY_FORMULA: dict[str, Callable[..., Any]] = {one.__name__: one for one in _ALL}
+_NAMES = {getattr(functional, name): name for name in TRACED_BY_FORMULA}
 _NAMES |= {torch.layer_norm: "layer_norm", torch.group_norm: "group_norm"}
 
 
@@ -139,3 +154,87 @@ def traced_by_formula(func: Callable[..., Any]) -> str | None:
     stack, name = derivatives_around(), _NAMES.get(func)
     # The statistics of one sample are refused where the operation itself is seen.
     return None if FORWARD not in stack or (BATCH in stack and name == "batch_norm") else name
+
+
+BACKWARD_PASS, FUNCTION, ATTENTION = "a backward pass", "a Function", "attention"
+_TABLE_NAMES: dict[Any, str] = {
+    getattr(owner, alias): name
+    for alias, name in table.ALIASES.items()
+    for owner in (torch, Tensor, torch.linalg, torch.special, functional)
+    if hasattr(owner, alias)
+}
+_TABLE_NAMES |= dict.fromkeys((torch.autograd.grad, autograd_grad), BACKWARD_PASS)
+_TABLE_NAMES |= {apply_function: FUNCTION, **dict.fromkeys(attention.OPERATIONS, ATTENTION)}
+# Of `**`, which torch.compile does not find among the keys of a dictionary.
+_POW, IPOW = Tensor.__pow__, Tensor.__ipow__
+FUNCTIONAL = {functional.batch_norm, functional.instance_norm}
+
+
+@run_in_trace  # a key in a dictionary would be a guard for each operation, of which some fail
+def name_of(func: Callable[..., Any]) -> str | None:
+    """Return the name of an operation with a bug, however it is called."""
+    name = _TABLE_NAMES.get(func)
+    if name is None and (func is _POW or func is IPOW):
+        return "pow"
+    # torch.ops.aten.name; an operator of the user's may have the same.
+    if (
+        name is None
+        and isinstance(func, (foreign.OVERLOAD, foreign.OPERATOR))
+        and not is_foreign(func)
+    ):
+        packet = func.overloadpacket if isinstance(func, foreign.OVERLOAD) else func
+        return table.ALIASES.get(packet.__name__)
+    return name
+
+
+@run_in_trace
+def wrong_unseen(count: int, watches: bool, more: int, batches: bool) -> str | None:
+    """Return what an error says of an operation traced since of which no mode was told."""
+    # torch.compile tells a mode of no other functions than torch lists as overridable; a mode takes
+    # longer than all else, so that there is none before an operation needs it.
+    try:
+        for func, args, kwargs, result in traced_since(count):
+            if is_foreign(func):
+                foreign.refuse_dropped(func, (args, kwargs), result, [])
+                continue
+            given = args, kwargs, func in FUNCTIONAL
+            name, call = _TABLE_NAMES.get(func, ""), table.OpCall(*given, derivatives_around(), ())
+            if func in get_testing_overrides() or func in _OPERATORS:
+                if not watches and _is_to_be_watched(func, call, more, batches):
+                    trace_again_watched()
+                continue
+            bug = table.EVERY.get(name)
+            if bug is None:
+                continue
+            if any(map(varies, pytree.tensors((args, kwargs)))) and bug.wrong_now(call):
+                if not watches:  # linspace is shown to a mode by its tensors
+                    trace_again_watched()
+                expected, name = "a function that torch.compile shows to a mode", func.__name__
+                got = f"{name}, of which {bug.what}"
+                fix = f"{bug.fix or f'the method x.{name}()'}; or leave the call uncompiled: "
+                fix += "torch.compiler.disable(call)"
+                raise UnsupportedGraphError(message(f"torch.{name}", expected, got, fix))
+    except UnsupportedGraphError as error:
+        return str(error)
+    return None
+
+
+# What torch.compile traces in place of `x ** y`.
+_OPERATORS = {operator.pow: "pow", operator.ipow: "pow"}
+
+
+def _is_to_be_watched(func: Any, call: table.OpCall, more: int, batches: bool) -> bool:
+    """Return whether an operation that was traced has to be refused, or to run by a formula."""
+    name = _OPERATORS.get(func) or name_of(func)
+    if is_higher_order(func) or traced_by_formula(func) is not None:
+        return True
+    if name == ATTENTION:
+        return attention.lacks_derivative(more)
+    rows = [row for row in (table.BY_FORMULA.get(name), table.REFUSED.get(name)) if row is not None]
+    return any(
+        batches
+        or BATCH in call.stack
+        or row.wrong_now(call)
+        or row.wrong_now(call.differentiated_by_eager_code())
+        for row in rows
+    )
