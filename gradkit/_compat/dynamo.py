@@ -17,7 +17,12 @@ import torch
 from torch import nn
 
 from gradkit import errors
-from gradkit._compat.transforms import is_transform_tensor, levels_put_back_on_error, transforms
+from gradkit._compat.transforms import (
+    allow_saved_tensor_hooks,
+    is_transform_tensor,
+    levels_put_back_on_error,
+    transforms,
+)
 from gradkit.errors import message
 
 _dynamo: Any = torch._C._dynamo.eval_frame
@@ -83,13 +88,13 @@ def begin_trace() -> None:
                 _explain(error)
 
         vars(exception_handler)["of_gradkit"] = True
-        convert_frame.exception_handler = exception_handler
+        vars(convert_frame)["exception_handler"] = exception_handler
 
 
 def _allow_saved_tensor_hooks() -> None:
     # torch leaves them disabled where an error ends the tracing of a derivative.
     if not transforms():
-        torch._C._autograd._saved_tensors_hooks_enable()
+        allow_saved_tensor_hooks()
 
 
 def _explain(error: Exception) -> None:

@@ -60,6 +60,12 @@ count_dispatch_modes: Callable[[], int] = _mode_stack._len_torch_dispatch_stack
 default_hooks: Callable[[], tuple[Any, Any] | None] = partial(
     torch._C._autograd._top_saved_tensors_default_hooks, False
 )
+# Nodes have attributes of such names, which are read in one file.
+_of_hooks = partial(getattr, torch._C._autograd)
+allow_saved_tensor_hooks: Callable[[], None] = _of_hooks("_saved_tensors_hooks_enable")
+why_no_saved_tensor_hooks: Callable[[], str | None] = _of_hooks(
+    "_saved_tensors_hooks_get_disabled_error_message"
+)
 _NO_HOOKS = "torch.func's grad and vjp do not support saved tensor hooks"
 # Whether this thread compiles scripted functions, as from their second call on: into a node whose
 # derivative transforms do not see. One that was compiled before stays so. Run on torch 2.13.
@@ -413,7 +419,7 @@ def trace_in_level(
     level: Any
     with (
         disable_saved_tensors_hooks(_NO_HOOKS),
-        eager_transforms.grad_increment_nesting() as level,  # type: ignore[attr-defined]
+        eager_transforms.grad_increment_nesting() as level,
         torch.enable_grad(),
     ):
         variables = [_functorch._wrap_for_grad(x, level) for x in point]
@@ -441,8 +447,7 @@ def levels_put_back_on_error() -> Iterator[None]:
     """Leave the transforms, and the forward mode, that a block has entered and not left."""
     depth, in_forward_mode = len(_read() or ()), forward_ad._current_level >= 0
     allowed, enabled = torch._C._is_fwd_grad_enabled(), torch.is_grad_enabled()
-    saved_hooks: Any = torch._C._autograd
-    why_no_hooks = saved_hooks._saved_tensors_hooks_get_disabled_error_message()
+    why_no_hooks = why_no_saved_tensor_hooks()
     try:
         yield
     except BaseException as error:
@@ -454,7 +459,7 @@ def levels_put_back_on_error() -> Iterator[None]:
         torch._C._set_fwd_grad_enabled(allowed)
         torch._C._set_grad_enabled(enabled)
         if why_no_hooks is None:
-            saved_hooks._saved_tensors_hooks_enable()
+            allow_saved_tensor_hooks()
         raise
 
 

@@ -35,7 +35,8 @@ _INSERTION_ORDER.__enter__()
 def flatten(tree: PyTree) -> tuple[list[Any], optree.PyTreeSpec]:
     """Return the leaves of `tree` in order, None among them, and its structure."""
     if torch.compiler.is_compiling():
-        leaves, plain = [], _PLAIN_LEAF
+        plain = _PLAIN_LEAF
+        leaves: list[Any] = []
         if isinstance(tree, torch.Tensor):
             return [tree], cast("Structure", plain)
         traced = _plain(tree, leaves)
@@ -81,7 +82,7 @@ class Plain(NamedTuple):
             return dict(zip(self.keys, parts, strict=True))
         return parts if self.type is list else tuple(parts)
 
-    def flatten_up_to(self, tree: PyTree) -> list[Any] | None:
+    def flatten_up_to(self, tree: Any) -> list[Any] | None:
         """Return the subtrees at the leaves; None if this is no prefix of the tree."""
         if self.type is None:
             return [tree]

@@ -33,7 +33,7 @@ from gradkit.errors import UnsupportedGraphError, message
 
 
 def _normalized(
-    x: Tensor, dims: Sequence[int], eps: float, weight: Tensor | None, bias: Tensor | None
+    x: Tensor, dims: list[int], eps: float, weight: Tensor | None, bias: Tensor | None
 ) -> Tensor:
     """Return a tensor normalized over some dimensions, scaled and shifted."""
     exact = x.to(torch.promote_types(x.dtype, torch.float32))  # as torch's kernels do
@@ -230,7 +230,11 @@ def _is_to_be_watched(func: Any, call: table.OpCall, more: int, batches: bool) -
         return True
     if name == ATTENTION:
         return attention.lacks_derivative(more)
-    rows = [row for row in (table.BY_FORMULA.get(name), table.REFUSED.get(name)) if row is not None]
+    rows = [
+        row
+        for row in (table.BY_FORMULA.get(name or ""), table.REFUSED.get(name or ""))
+        if row is not None
+    ]
     return any(
         batches
         or BATCH in call.stack

@@ -57,8 +57,8 @@ class Arguments(Params):
         leaves, _ = pytree.flatten(trees[self.positions[0]] if self.single else trees)
         variables = leaves if self.all_variables else self.per_variable(leaves)
         # Not by `replace`, whose trace takes long.
-        same = self.slots, self.root, self.no_subclasses, self.only_leaves
-        of_call = args, self.positions, self.single, self.dtypes, self.unused
+        same: Any = self.slots, self.root, self.no_subclasses, self.only_leaves
+        of_call: Any = args, self.positions, self.single, self.dtypes, self.unused
         return Arguments(leaves, self.spec, variables, *same, *of_call)
 
     def to_tree(self, grads: Sequence[Tensor | None], leading: tuple[int, ...] = ()) -> PyTree:
