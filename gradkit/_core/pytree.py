@@ -86,8 +86,9 @@ class Plain(NamedTuple):
         """Return the subtrees at the leaves; None if this is no prefix of the tree."""
         if self.type is None:
             return [tree]
-        keys = tuple(tree) if type(tree) is dict else None
-        if type(tree) is not self.type or keys != self.keys or len(tree) != len(self.parts):
+        kind: Any = type(tree)
+        keys = tuple(tree) if kind is dict else None
+        if kind is not self.type or keys != self.keys or len(tree) != len(self.parts):
             return None
         subtrees: list[Any] = []
         for part, item in zip(self.parts, tree if keys is None else tree.values(), strict=True):

@@ -67,7 +67,7 @@ def group_norm(
 ) -> Tensor:  # fmt: skip
     """Return what torch.nn.functional.group_norm does."""
     groups = input.reshape(input.shape[0], num_groups, -1)
-    result = _normalized(groups, (-1,), eps, None, None).reshape(input.shape)
+    result = _normalized(groups, [-1], eps, None, None).reshape(input.shape)
     return _scaled(result, *_of_channels(input, weight, bias)).to(input.dtype)
 
 

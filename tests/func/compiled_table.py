@@ -73,6 +73,9 @@ CALLS: dict[str, Callable[[Fn, Tensor], Any]] = {
     "`meta.mean_value_and_grads`": _mean_over_tasks,
     "`meta.from_torch`, made outside": _from_torch,
 }
+_WEIGHT = torch.tensor([0.5, 1.0, 1.5], dtype=D)
+torch.manual_seed(0)
+_RNN = nn.LSTM(3, 2, dtype=D)
 OPERATIONS: dict[str, Fn] = {
     "`mse_loss`, `huber_loss`, `soft_margin_loss`": lambda x: (
         functional.mse_loss(x, x.detach() + 1)
@@ -96,9 +99,6 @@ OPERATIONS: dict[str, Fn] = {
     "`nn.LSTM`, `nn.GRU`": lambda x: _RNN(x[None])[0].sin().sum(),
     "Bessel functions": lambda x: torch.special.bessel_j0(x).sum(),
 }
-_WEIGHT = torch.tensor([0.5, 1.0, 1.5], dtype=D)
-torch.manual_seed(0)
-_RNN = nn.LSTM(3, 2, dtype=D)
 
 
 def _normed(x: Tensor) -> Tensor:
