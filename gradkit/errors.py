@@ -128,8 +128,9 @@ def describe(value: object) -> str:
         return f"{with_article(kind)} tensor of shape {tuple(value.shape)} on {value.device}"
     if isinstance(value, torch.nn.Module | torch.optim.Optimizer):
         return with_article(type(value).__name__)
-    text = repr(value)
-    shown = f" {text}" if len(text) <= 40 else ""
+    # torch.compile does not trace the repr of a dataclass.
+    text = "" if hasattr(type(value), "__dataclass_fields__") else repr(value)
+    shown = f" {text}" if 0 < len(text) <= 40 else ""
     return f"the {type(value).__name__}{shown}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
@@ -15,7 +16,13 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from gradkit._compat.transforms import is_transform_tensor, transforms
+from gradkit import errors
+from gradkit._compat.transforms import (
+    allow_saved_tensor_hooks,
+    is_transform_tensor,
+    levels_put_back_on_error,
+    transforms,
+)
 from gradkit.errors import message
 
 _dynamo: Any = torch._C._dynamo.eval_frame
@@ -56,6 +63,90 @@ def run_in_trace(function: F) -> F:
     """Let torch.compile run a function while it traces a call, and take the result for constant."""
     vars(function)["_dynamo_marked_constant"] = True
     return function
+
+
+# What says why something cannot be compiled: of a text of torch's, whether to say it of any.
+explanations: list[Callable[[str, bool], str | None]] = []
+
+
+@run_in_trace
+def begin_trace() -> None:
+    """Have what is compiled of a call leave no state behind if it fails, and say what to do."""
+    from torch._dynamo import convert_frame  # the compiler: imported by now
+
+    output = _tracer().output
+    if not hasattr(output.compiler_fn, "of_gradkit"):
+        output.compiler_fn = _guarded_backend(output.compiler_fn)
+        output.add_cleanup_hook(_allow_saved_tensor_hooks)
+    handle: Any = convert_frame.exception_handler
+    if not hasattr(handle, "of_gradkit"):
+
+        @wraps(handle)
+        def exception_handler(error: Exception, *args: Any, **kwargs: Any) -> None:
+            handle(error, *args, **kwargs)
+            if _PACKAGE in str(error):
+                _explain(error)
+
+        vars(exception_handler)["of_gradkit"] = True
+        vars(convert_frame)["exception_handler"] = exception_handler
+
+
+def _allow_saved_tensor_hooks() -> None:
+    # torch leaves them disabled where an error ends the tracing of a derivative.
+    if not transforms():
+        allow_saved_tensor_hooks()
+
+
+def _explain(error: Exception) -> None:
+    """Make an error of torch.compile one of gradkit's, too, with what to do in its text."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    raised = re.search(r"raised exception (\w+)\(", str(error))
+    kind = getattr(errors, raised[1], None) if raised else errors.UnsupportedGraphError
+    if not (isinstance(kind, type) and issubclass(kind, errors.GradkitError)):
+        return  # an exception of the user's own
+    text, given = str(error), error.args
+    if raised is None and "What to do:" not in text:
+        explained = (
+            explain(text.partition("from user code:")[0], True) for explain in explanations
+        )
+        error.args = f"{next(explained)}\n\n{text}", *given[1:]
+    if not isinstance(error, kind):
+        if not isinstance(error, TorchDynamoException):  # an assertion: it takes no other class
+            raise kind(*error.args) from error
+        of_torch: Any = type(error)
+        members = {"__module__": of_torch.__module__}
+        error.__class__ = type(of_torch.__name__, (of_torch, kind), members)
+
+
+def _guarded_backend(backend: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(backend)
+    def compiler(*args: Any, **kwargs: Any) -> Any:
+        compiled = guarded(backend)(*args, **kwargs)
+        return guarded(compiled) if _enters_levels(args[0].graph) else compiled
+
+    def guarded(run: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(run)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                with levels_put_back_on_error():
+                    return run(*args, **kwargs)
+            except Exception as error:
+                explained = (explain(str(error), False) for explain in explanations)
+                text = next(filter(None, explained), None)
+                if text is None or isinstance(error, errors.GradkitError):
+                    raise
+                raise errors.UnsupportedGraphError(text) from error
+
+        return call
+
+    vars(compiler)["of_gradkit"] = True
+    return compiler
+
+
+def _enters_levels(graph: Any) -> bool:
+    """Return whether a graph enters transforms of torch.func, which no `finally` leaves."""
+    return any("nesting" in str(node.target) for node in graph.nodes)
 
 
 _traced: list[str] = []  # the Functions that torch.compile has traced
@@ -129,7 +220,26 @@ def is_exporting() -> bool:
 @run_in_trace
 def operations_traced() -> int:
     """Return how many operations torch.compile has traced."""
-    return len(_traced_graph().nodes)
+    return len(_tracer().output.graph.nodes)
+
+
+@run_in_trace
+def is_watched() -> bool:
+    """Return whether the trace began again, to have a mode see its operations."""
+    return hasattr(_tracer().speculation_log, "watched_by_gradkit")
+
+
+def trace_again_watched() -> None:
+    """Let the trace begin again, with a mode that sees its operations."""
+    from torch._dynamo.exc import UnspecializeRestartAnalysis
+
+    _tracer().speculation_log.watched_by_gradkit = True
+    raise UnspecializeRestartAnalysis(restart_reason="gradkit watches its operations")
+
+
+def is_higher_order(function: Any) -> bool:
+    """Return whether a function takes functions whose operations are traced apart."""
+    return isinstance(function, torch._ops.HigherOrderOperator)
 
 
 def traced_since(count: int) -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any], Any]]:
@@ -138,16 +248,21 @@ def traced_since(count: int) -> Iterator[tuple[Any, tuple[Any, ...], dict[str, A
     def value(node: Any) -> Any:
         return node.meta.get("example_value")
 
-    for node in islice(_traced_graph().nodes, count, None):
+    for node in islice(_tracer().output.graph.nodes, count, None):
         if node.op == "call_function":
-            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), value)
-            yield node.target, args, kwargs, value(node)
+            function = node.target
+        elif node.op == "call_method":
+            function = getattr(torch.Tensor, node.target)
+        else:
+            continue
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), value)
+        yield function, args, kwargs, value(node)
 
 
-def _traced_graph() -> Any:
+def _tracer() -> Any:
     from torch._dynamo.symbolic_convert import InstructionTranslator  # imported by now
 
-    return InstructionTranslator.current_tx().output.graph
+    return InstructionTranslator.current_tx()
 
 
 def _is_traced_in_gradkit(frame: Any) -> bool:

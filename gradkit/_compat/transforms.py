@@ -8,14 +8,14 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch._functorch import eager_transforms
 from torch._functorch.autograd_function import custom_function_call as _custom_function_call
-from torch._functorch.eager_transforms import _autograd_grad
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.autograd import forward_ad
 from torch.autograd.graph import disable_saved_tensors_hooks
@@ -39,7 +39,7 @@ BATCH_FAILURES = (RuntimeError, ZeroDivisionError)
 
 # What torch.func's own grad and vjp call; torch.compile traces it as one operation, where it does
 # not trace torch.autograd.grad. Zeros for what is not reached.
-autograd_grad = _autograd_grad
+autograd_grad = eager_transforms._autograd_grad
 # What Function.apply calls inside transforms; modes see it, and the Function as its first argument.
 apply_function: Any = _custom_function_call
 # The transform level that a tensor belongs to: -1 for none, -2 for one that has ended.
@@ -59,6 +59,12 @@ count_dispatch_modes: Callable[[], int] = _mode_stack._len_torch_dispatch_stack
 # The pack and unpack hooks that saved tensors get at present, if any.
 default_hooks: Callable[[], tuple[Any, Any] | None] = partial(
     torch._C._autograd._top_saved_tensors_default_hooks, False
+)
+# Nodes have attributes of such names, which are read in one file.
+_of_hooks = partial(getattr, torch._C._autograd)
+allow_saved_tensor_hooks: Callable[[], None] = _of_hooks("_saved_tensors_hooks_enable")
+why_no_saved_tensor_hooks: Callable[[], str | None] = _of_hooks(
+    "_saved_tensors_hooks_get_disabled_error_message"
 )
 _NO_HOOKS = "torch.func's grad and vjp do not support saved tensor hooks"
 # Whether this thread compiles scripted functions, as from their second call on: into a node whose
@@ -121,14 +127,14 @@ def is_plain() -> bool:
     return not _read() and forward_ad._current_level < 0
 
 
-# What torch.compiler.assume_constant_result does, which would import all of torch's compiler.
-for _run_in_trace in (transforms, derivatives_around):
-    vars(_run_in_trace)["_dynamo_marked_constant"] = True
-
-
 def differentiated() -> bool:
     """Return whether a transform around this call differentiates what it returns."""
     return not DERIVATIVES.isdisjoint(transforms())
+
+
+# What torch.compiler.assume_constant_result does, which would import all of torch's compiler.
+for _run_in_trace in (transforms, derivatives_around, differentiated):
+    vars(_run_in_trace)["_dynamo_marked_constant"] = True
 
 
 def differentiated_around(stack: tuple[str, ...], kind: str) -> bool:
@@ -406,6 +412,27 @@ def run_in_level(
         ]
 
 
+def trace_in_level(
+    fn: Callable[[list[Tensor]], TensorLists], point: Sequence[Tensor]
+) -> list[list[Any]]:
+    """Do what `run_in_level` does, in a way that torch.compile traces: as torch.func's own."""
+    level: Any
+    with (
+        disable_saved_tensors_hooks(_NO_HOOKS),
+        eager_transforms.grad_increment_nesting() as level,
+        torch.enable_grad(),
+    ):
+        variables = [_functorch._wrap_for_grad(x, level) for x in point]
+        with eager_transforms.enable_inplace_requires_grad(True):
+            for variable in variables:
+                eager_transforms._set_tensor_requires_grad(variable)
+        # Views: in a Function's `apply`, torch.compile would take the variables for constants.
+        return [
+            [None if x is None else _functorch._unwrap_for_grad(x, level) for x in tensors]
+            for tensors in fn([x.view_as(x) for x in variables])
+        ]
+
+
 def set_requires_grad(tensors: Iterable[Tensor], to: bool = True) -> None:
     """Do what `requires_grad_` does, which torch refuses inside of transforms."""
     allowed = _functorch.get_inplace_requires_grad_allowed()
@@ -413,6 +440,30 @@ def set_requires_grad(tensors: Iterable[Tensor], to: bool = True) -> None:
         _functorch.set_inplace_requires_grad_allowed(True)
         for tensor in tensors:
             tensor.requires_grad_(to)
+
+
+@contextmanager
+def levels_put_back_on_error() -> Iterator[None]:
+    """Leave the transforms, and the forward mode, that a block has entered and not left."""
+    depth, in_forward_mode = len(_read() or ()), forward_ad._current_level >= 0
+    allowed, enabled = torch._C._is_fwd_grad_enabled(), torch.is_grad_enabled()
+    why_no_hooks = why_no_saved_tensor_hooks()
+    try:
+        yield
+    except BaseException as error:
+        _functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        # The only level is the process's: that of another thread stays.
+        if not in_forward_mode and _NESTED_FORWARD_MODE not in str(error):
+            with suppress(RuntimeError):  # none is open
+                torch._C._exit_dual_level(level=0)
+        torch._C._set_fwd_grad_enabled(allowed)
+        torch._C._set_grad_enabled(enabled)
+        if why_no_hooks is None:
+            allow_saved_tensor_hooks()
+        raise
+
+
+_NESTED_FORWARD_MODE = "Nested forward mode AD is not supported"
 
 
 def compiled_autograd_disabled() -> AbstractContextManager[Any]:

@@ -188,12 +188,14 @@ def _of_each(leaves: list[Any], spec: Structure, root: str, is_variable: IsVaria
     seen: dict[int, int] = {}
     is_traced = torch.compiler.is_compiling()
     for index, leaf in enumerate(leaves):
-        if leaf is None or not is_variable(leaf, partial(path, index)):
+        is_plain = is_traced and type(leaf) is Tensor and leaf.dtype.is_floating_point
+        if leaf is None or not (is_plain or is_variable(leaf, partial(path, index))):
             slots.append(None)
             continue
         slot = len(variables)  # of a new one
         if is_traced:  # an id would be a constant of the compiled function, the next call another
-            slot = next((i for i, other in enumerate(variables) if other is leaf), slot)
+            for number, other in enumerate(variables):
+                slot = number if other is leaf else slot
         else:
             slot = seen.setdefault(id(leaf), slot)
         if slot == len(variables):

@@ -8,6 +8,7 @@ from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Se
 from collections.abc import Set as AbstractSet
 from dataclasses import is_dataclass
 from functools import lru_cache
+from itertools import repeat
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -35,7 +36,15 @@ _INSERTION_ORDER.__enter__()
 
 def flatten(tree: PyTree) -> tuple[list[Any], optree.PyTreeSpec]:
     """Return the leaves of `tree` in order, None among them, and its structure."""
-    if not torch.compiler.is_compiling():  # which makes structures of its own
+    if torch.compiler.is_compiling():
+        plain = _PLAIN_LEAF
+        leaves: list[Any] = []
+        if isinstance(tree, torch.Tensor):
+            return [tree], cast("Structure", plain)
+        traced = _plain(tree, leaves)
+        if traced is not None:
+            return leaves, cast("Structure", traced)
+    else:
         # optree looks up the type of each leaf: common trees need not be looked at so.
         kind = type(tree)
         if kind in PLAIN_TYPES:
@@ -48,6 +57,75 @@ def flatten(tree: PyTree) -> tuple[list[Any], optree.PyTreeSpec]:
                 if _STRING.issuperset(map(type, tree)):
                     return leaves, spec_of_keys(tuple(tree))
     return optree.tree_flatten(tree, none_is_leaf=True, namespace=_NAMESPACE)
+
+
+class Plain(NamedTuple):
+    """The structure of dictionaries, lists and tuples, as torch.compile traces it.
+
+    The structures that torch makes there of those of optree take most of the time of a trace.
+    """
+
+    type: type | None  # None of a leaf
+    keys: tuple[Any, ...] | None
+    parts: tuple[Plain | None, ...]  # None for a leaf
+
+    @property
+    def num_children(self) -> int:
+        """How many items the container has."""
+        return len(self.parts)
+
+    def unflatten(self, leaves: Iterable[Any]) -> PyTree:
+        """Return the tree with these leaves."""
+        rest = iter(leaves)
+        if self.type is None:
+            return next(rest)
+        parts = [next(rest) if part is None else part.unflatten(rest) for part in self.parts]
+        if self.keys is not None:
+            return dict(zip(self.keys, parts, strict=True))
+        return parts if self.type is list else tuple(parts)
+
+    def flatten_up_to(self, tree: Any) -> list[Any] | None:
+        """Return the subtrees at the leaves; None if this is no prefix of the tree."""
+        if self.type is None:
+            return [tree]
+        kind: Any = type(tree)
+        keys = tuple(tree) if kind is dict else None
+        if kind is not self.type or keys != self.keys or len(tree) != len(self.parts):
+            return None
+        subtrees: list[Any] = []
+        for part, item in zip(self.parts, tree if keys is None else tree.values(), strict=True):
+            below = [item] if part is None else part.flatten_up_to(item)
+            if below is None:
+                return None
+            subtrees += below
+        return subtrees
+
+
+_PLAIN_LEAF = Plain(None, None, ())
+_KNOWN_LEAVES = torch.Tensor, type(None), int, float, str
+
+
+def _plain(tree: PyTree, leaves: list[Any]) -> Plain | None:
+    """Return the structure of a tree, and add its leaves to a list; None if optree has to look."""
+    kind = type(tree)
+    if kind not in (dict, list, tuple):
+        leaves.append(tree)
+        return _PLAIN_LEAF if isinstance(tree, _KNOWN_LEAVES) else None
+    parts: list[Plain | None] = []
+    for item in tree.values() if kind is dict else tree:
+        if isinstance(item, _KNOWN_LEAVES):
+            leaves.append(item)
+            parts.append(None)
+        else:
+            part = _plain(item, leaves)
+            if part is None:
+                return None
+            parts.append(part)
+    return Plain(kind, tuple(tree) if kind is dict else None, tuple(parts))
+
+
+def _by_optree(spec: Structure) -> Structure:
+    return _spec(spec.unflatten(repeat(0))) if isinstance(spec, Plain) else spec
 
 
 def _spec(tree: PyTree) -> optree.PyTreeSpec:
@@ -137,7 +215,7 @@ def as_known_tree(value: object, where: str) -> str | None:
 
 def path(spec: optree.PyTreeSpec, index: int, root: str) -> str:
     """Return the path of a leaf as a caller would write it: `losses['aux'][0]`."""
-    return spec.accessors()[index].codify(root)
+    return _by_optree(spec).accessors()[index].codify(root)
 
 
 def paths(spec: optree.PyTreeSpec, root: str) -> list[str]:
@@ -171,9 +249,12 @@ def flatten_up_to(spec: optree.PyTreeSpec, spec_root: str, tree: PyTree, root: s
         elif _STRING.issuperset(map(type, tree)) and spec_of_keys(tuple(tree)) is spec:
             return list(tree.values())
     try:
-        subtrees: list[Any] = spec.flatten_up_to(tree)
+        subtrees: list[Any] | None = spec.flatten_up_to(tree)
+        if subtrees is None:
+            subtrees = _by_optree(spec).flatten_up_to(tree)
     except (ValueError, TypeError) as error:
         leaves, tree_spec = flatten(tree)
+        spec, tree_spec = _by_optree(spec), _by_optree(tree_spec)
         expected, got = Subtree(spec_root, spec), Subtree(root, tree_spec, leaves)
         fallback = f"the structure of {spec_root}", str(error)
         fix = f"give {root} the containers and keys of {spec_root}"
@@ -186,7 +267,7 @@ def broadcast_prefix(
 ) -> list[Any]:
     """Return the leaves of `prefix`, each repeated for the leaves of `tree` below it."""
     values, prefix_spec = flatten(prefix)
-    spec = flatten(tree)[1]
+    spec, prefix_spec = _by_optree(flatten(tree)[1]), _by_optree(prefix_spec)
     try:
         below = cast("list[Any]", prefix_spec.flatten_up_to(tree))
         # Through a whole tree: optree.broadcast_prefix follows the key order of the prefix.

@@ -12,18 +12,11 @@ from weakref import WeakMethod, WeakSet
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode, get_testing_overrides
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from gradkit._compat.autograd import with_function_modes, without_function_modes
-from gradkit._compat.dynamo import (
-    functions_traced,
-    leave_uncompiled,
-    operations_traced,
-    run_in_trace,
-    traced_since,
-)
+from gradkit._compat.dynamo import functions_traced, is_watched, leave_uncompiled, operations_traced
 from gradkit._compat.nodes import output_shape, saved, saved_or
 from gradkit._compat.transforms import (
     BATCH,
@@ -31,7 +24,6 @@ from gradkit._compat.transforms import (
     FORWARD,
     apply_function,
     as_in_first_run,
-    autograd_grad,
     carries_graph,
     compiles_scripted,
     derivatives_around,
@@ -45,7 +37,6 @@ from gradkit._compat.transforms import (
     set_compiles_scripted,
     transforms,
     unbatched,
-    varies,
     without_innermost_tangent,
 )
 from gradkit._compat.undoing import INSIDE, undone
@@ -63,26 +54,25 @@ from gradkit._state.copy_on_write import CopyOnWrite, is_in_place
 from gradkit._torch_bugs import attention, table
 from gradkit._torch_bugs import foreign_operators as foreign
 from gradkit._torch_bugs.foreign_operators import is_foreign
+from gradkit._torch_bugs.traced_operations import (
+    ATTENTION,
+    BACKWARD_PASS,
+    FUNCTION,
+    FUNCTIONAL,
+    IPOW,
+    TRACED_BY_FORMULA,
+    name_of,
+    traced_by_formula,
+    wrong_unseen,
+)
 from gradkit.errors import UnsupportedGraphError, message
 
-_BACKWARD_PASS, _FUNCTION, _ATTENTION = "a backward pass", "a Function", "attention"
-_NAMES: dict[Any, str] = {
-    getattr(owner, alias): name
-    for alias, name in table.ALIASES.items()
-    for owner in (torch, Tensor, torch.linalg, torch.special, functional)
-    if hasattr(owner, alias)
-}
-_NAMES |= dict.fromkeys((torch.autograd.grad, autograd_grad), _BACKWARD_PASS)
-_NAMES |= {apply_function: _FUNCTION, **dict.fromkeys(attention.OPERATIONS, _ATTENTION)}
-# Of `**`, which torch.compile does not find among the keys of a dictionary.
-_POW, _IPOW = Tensor.__pow__, Tensor.__ipow__
 _IN_PLACE = {
     getattr(owner, alias)
     for alias in filter(is_in_place, table.ALIASES)
     for owner in (torch, Tensor, torch.ops.aten)
     if hasattr(owner, alias)
 }
-_FUNCTIONAL = {functional.batch_norm, functional.instance_norm}
 
 # Operations that are none of the table's, and write on nothing: they run as they are.
 _ordinary: set[Any] = set()
@@ -94,23 +84,6 @@ _active = threading.local()
 def active_monitors() -> int:
     """Return how many monitors note the operations of this thread."""
     return getattr(_active, "count", 0)
-
-
-@run_in_trace  # a key in a dictionary would be a guard for each operation, of which some fail
-def name_of(func: Callable[..., Any]) -> str | None:
-    """Return the name of an operation with a bug, however it is called."""
-    name = _NAMES.get(func)
-    if name is None and (func is _POW or func is _IPOW):
-        return "pow"
-    # torch.ops.aten.name; an operator of the user's may have the same.
-    if (
-        name is None
-        and isinstance(func, (foreign.OVERLOAD, foreign.OPERATOR))
-        and not is_foreign(func)
-    ):
-        packet = func.overloadpacket if isinstance(func, foreign.OVERLOAD) else func
-        return table.ALIASES.get(packet.__name__)
-    return name
 
 
 # Is told of an operation of eager code, and returns its arguments; None if those of its kind change
@@ -162,13 +135,16 @@ class OpMonitor(TorchFunctionMode):
         self._level = 0  # that of the innermost transform around it
         self._hooks = 0  # how many the process had registered before
         self._traced = -1  # how many operations torch.compile had traced before
+        self._watches = False  # whether this sees what it traces
 
     def noting(self) -> AbstractContextManager[object]:
         """Return what notes the operations of a block."""
         if torch.compiler.is_compiling():  # which would compile again for each count
             functions_traced()
             self._traced = operations_traced()
-            return self
+            # In forward mode, torch.compile fails at some operations before they can be looked at.
+            self._watches = FORWARD in derivatives_around() or is_watched()
+            return self if self._watches else INSIDE
         return self._counted()
 
     @contextmanager
@@ -213,6 +189,9 @@ class OpMonitor(TorchFunctionMode):
         if self._watch is None or _is_traced():
             if func is Tensor.unflatten:  # it calls `super()`, which torch.compile cannot trace
                 return args[0].unflatten(*args[1:], **(kwargs or {}))
+            name = traced_by_formula(func) if self._traced >= 0 else None
+            if name is not None:
+                return TRACED_BY_FORMULA[name](func, *args, **(kwargs or {}))
             return self._run(func, args, kwargs)
         if func in _ordinary and not (kwargs and _may_write(**kwargs)):
             if self._is_outermost or types:
@@ -230,15 +209,15 @@ class OpMonitor(TorchFunctionMode):
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = name_of(func)
         constants = self._tangents_from and not torch.is_grad_enabled()
-        if name == _BACKWARD_PASS:
+        if name == BACKWARD_PASS:
             self.check()
-        elif name == _FUNCTION:
+        elif name == FUNCTION:
             args = _with_differentiated_jvp(args), *args[1:]
-        elif name == _ATTENTION:
+        elif name == ATTENTION:
             if not constants and attention.lacks_derivative(self.more):
                 return attention.by_formula(func, *self._current((args, kwargs or {})))
         elif name is not None:
-            is_functional, given = func in _FUNCTIONAL, (args, kwargs or {})
+            is_functional, given = func in FUNCTIONAL, (args, kwargs or {})
             if constants:
                 given = pytree.map_tensors(self._constant, given)
             elif name in table.BY_FORMULA:
@@ -267,7 +246,7 @@ class OpMonitor(TorchFunctionMode):
             result = func(*args, **kwargs) if kwargs else func(*args)
         if watched:
             foreign.refuse_dropped(func, (args, kwargs), result, written)
-        if name != _BACKWARD_PASS or not (kwargs or {}).get("create_graph"):
+        if name != BACKWARD_PASS or not (kwargs or {}).get("create_graph"):
             return result
         if torch.compiler.is_compiling():
             return result
@@ -371,13 +350,18 @@ class OpMonitor(TorchFunctionMode):
 
     def check(self) -> None:
         """Raise if a backward pass through the operations so far would be wrong."""
-        if self._traced >= 0 and (text := _wrong_unseen(self._traced)):
-            raise UnsupportedGraphError(text)
+        self.check_traced()
         stack = derivatives_around()
         if BATCH in stack and self._wrong_batched:
             _refuse(self._wrong_batched[0])
         if differentiated_around(stack, BATCH) and self._wrong_derivative:
             _refuse(self._wrong_derivative[0])
+
+    def check_traced(self, *, batches: bool = False) -> None:
+        """Look at what torch.compile has traced; it begins again where one is to be watched."""
+        facts = self._traced, self._watches, self.more, batches
+        if self._traced >= 0 and (text := wrong_unseen(*facts)):
+            raise UnsupportedGraphError(text)
 
     def check_derivative(self, below: Subgraph | None = None) -> None:
         """Raise if a derivative that eager code takes of a gradient would be wrong."""
@@ -389,7 +373,9 @@ class OpMonitor(TorchFunctionMode):
 
     def why_not_batched(self, loss: Tensor) -> str | None:
         """Return why a vmapped backward pass from a loss would be wrong, or None if it is right."""
-        if not torch.compiler.is_compiling():  # which shows no graph
+        if torch.compiler.is_compiling():  # which shows no graph
+            self.check_traced(batches=True)
+        else:
             self.note_graph(Subgraph([loss]))
         wrong = list(self._wrong_batched)
         if not DERIVATIVES.isdisjoint(self.outer):
@@ -415,12 +401,12 @@ class ForwardMonitor(TorchFunctionMode):
         is_watched = self._blocks and torch.is_grad_enabled()
         is_watched = is_watched and (self._alone or not active_monitors())
         name = name_of(func) if is_watched else None
-        if name == _FUNCTION:
+        if name == FUNCTION:
             args = _with_differentiated_jvp(args), *args[1:]
-        elif name == _ATTENTION:
+        elif name == ATTENTION:
             if attention.lacks_derivative(self.more):
                 return attention.by_formula(func, args, kwargs or {})
-        elif name is not None and name != _BACKWARD_PASS:
+        elif name is not None and name != BACKWARD_PASS:
             return _run_in_eager_code(name, func, args, kwargs or {}, self.outer)
         is_watched = is_watched and is_foreign(func) and not torch.compiler.is_compiling()
         written: foreign.Written = []
@@ -457,7 +443,7 @@ def _run_in_eager_code(name: str, func: Any, args: Any, kwargs: Any, outer: tabl
         stack = derivatives_around()
         if DERIVATIVES.isdisjoint(stack):
             stack = (table.EAGER, *stack)
-        call = table.OpCall(args, kwargs, func in _FUNCTIONAL, stack, outer)
+        call = table.OpCall(args, kwargs, func in FUNCTIONAL, stack, outer)
         bugs = table.BY_FORMULA.get(name), table.REFUSED.get(name)
         bug = next((bug for bug in bugs if bug is not None and bug.wrong_now(call)), None)
         if bug is not None:
@@ -467,30 +453,6 @@ def _run_in_eager_code(name: str, func: Any, args: Any, kwargs: Any, outer: tabl
                 return args[0].copy_(_value_in_place(name, call))
             return table.FORMULAS[name](func, *args, **kwargs)
     return func(*args, **kwargs)
-
-
-@run_in_trace
-def _wrong_unseen(count: int) -> str | None:
-    """Return what an error says of an operation traced since of which no mode was told."""
-    # torch.compile tells a mode of no other functions than torch lists as overridable.
-    try:
-        for func, args, kwargs, result in traced_since(count):
-            if is_foreign(func):
-                foreign.refuse_dropped(func, (args, kwargs), result, [])
-                continue
-            bug = table.EVERY.get(_NAMES.get(func, ""))
-            if bug is None or func in get_testing_overrides():
-                continue
-            call = table.OpCall(args, kwargs, False, derivatives_around(), ())
-            if any(map(varies, pytree.tensors((args, kwargs)))) and bug.wrong_now(call):
-                expected, name = "a function that torch.compile shows to a mode", func.__name__
-                got = f"{name}, of which {bug.what}"
-                fix = f"{bug.fix or f'the method x.{name}()'}; or leave the call uncompiled: "
-                fix += "torch.compiler.disable(call)"
-                raise UnsupportedGraphError(message(f"torch.{name}", expected, got, fix))
-    except UnsupportedGraphError as error:
-        return str(error)
-    return None
 
 
 def _value_in_place(name: str, call: table.OpCall) -> Tensor:
@@ -503,7 +465,7 @@ def _value_in_place(name: str, call: table.OpCall) -> Tensor:
 
 def _is_in_place(func: Any) -> bool:
     """Return whether an operation that has a formula writes on its first argument."""
-    return func is _IPOW or getattr(func, "overloadpacket", func) in _IN_PLACE
+    return func is IPOW or getattr(func, "overloadpacket", func) in _IN_PLACE
 
 
 def _refuse(name: str) -> NoReturn:

@@ -170,6 +170,11 @@ def _reduces_wrongly(call: OpCall, _: Stack) -> bool:
     return reduce == "prod" or (is_extreme and call.kwargs.get("include_self") is False)
 
 
+def _is_of_tensors(call: OpCall, _: Stack) -> bool:
+    """Return whether both a base and its exponent are tensors."""
+    return all(isinstance(call.argument(*x), Tensor) for x in ((0, "input"), (1, "exponent")))
+
+
 # --- which values of a node
 
 
@@ -363,10 +368,12 @@ ROWS = (
            values={"SpecialI1Backward0": _where(
                "i1 near zero, whose second derivative torch gets silently wrong",
                _is_near_zero, second=True)}),
-    Defect("pow", formula=formulas.pow, also=_FIRST, aliases="pow_", values={"PowBackward1": _where(
-        "a power whose exponent is zero, whose second derivative torch gets silently wrong",
-        _has_zeroth_power, second=True)}),
-    Defect("float_power", formula=formulas.pow, also=_FIRST, aliases="float_power_"),
+    Defect("pow", formula=formulas.pow, also=_FIRST, aliases="pow_",
+           when=_is_of_tensors, values={"PowBackward1": _where(
+               "a power whose exponent is zero, whose second derivative torch gets silently wrong",
+               _has_zeroth_power, second=True)}),
+    Defect("float_power", formula=formulas.pow, also=_FIRST, aliases="float_power_",
+           when=_is_of_tensors),
     Defect("polar", formula=formulas.polar, also=_FIRST, values={"PolarBackward0": _where(
         "polar of a radius of zero, for which torch gives a gradient of zero",
         lambda node: (saved(node, "result").detach() == 0).any())}),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from gradkit._compat.dynamo import begin_trace
 from gradkit._compat.transforms import carries_graph, transforms
 from gradkit._core import call as options
 from gradkit._core import params, pytree
@@ -55,7 +56,10 @@ class Arguments(Params):
         trees = {position: args[position] for position in self.positions}
         leaves, _ = pytree.flatten(trees[self.positions[0]] if self.single else trees)
         variables = leaves if self.all_variables else self.per_variable(leaves)
-        return replace(self, given=args, leaves=leaves, variables=variables)
+        # Not by `replace`, whose trace takes long.
+        same: Any = self.slots, self.root, self.no_subclasses, self.only_leaves
+        of_call: Any = args, self.positions, self.single, self.dtypes, self.unused
+        return Arguments(leaves, self.spec, variables, *same, *of_call)
 
     def to_tree(self, grads: Sequence[Tensor | None], leading: tuple[int, ...] = ()) -> PyTree:
         """Return gradients as the tree of the differentiated arguments; frozen leaves are zeros."""
@@ -133,6 +137,8 @@ def read_arguments(
     """Check and flatten the arguments that a function is differentiated with respect to."""
     # `root`: what errors call the one argument; by default `args[0]`. `dense`: none may be sparse.
     is_traced = torch.compiler.is_compiling()
+    if torch.compiler.is_dynamo_compiling():
+        begin_trace()
     if unused != "zeros" and is_traced:
         expected = "'zeros' under torch.compile, which cannot tell what a loss reaches"
         raise OptionError(message("unused", expected, repr(unused), "unused='zeros'"))
@@ -206,6 +212,10 @@ def check_options(
     create_graph: object = None,
 ) -> None:
     """Raise if what all functions of functions take is no function, or has no such value."""
+    are_flags = type(has_aux) is bool and (create_graph is None or type(create_graph) is bool)
+    if are_flags and type(argnums) is int and type(unused) is str and unused == "zeros":
+        options.check_function(fn)
+        return
     options.check_function(fn)
     _check_argnums(argnums)
     options.check_option("has_aux", has_aux, (False, True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from traceback import walk_tb
 from types import FrameType
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from gradkit._compat.dynamo import is_exporting
+from gradkit._compat.dynamo import explanations, is_exporting
 from gradkit._compat.nodes import CHANGED
 from gradkit._compat.transforms import BATCH, BATCH_FAILURES, transforms
 from gradkit._state import rng
@@ -303,6 +303,53 @@ _KNOWN = {
         _DIFFERENTIABLE,
         "an operation that reads memory: numpy(), tolist(), or ctc_loss whose lengths are tuples",
         f"give it constants from outside, lengths as tensors; or {_EAGERLY}",
+    ),
+}
+
+
+def explain_compiled(text: str, always: bool) -> str | None:
+    """Return what a message says of an error of torch.compile; None for none that is known."""
+    for known, (expected, got, fix) in (_COMPILED | _KNOWN).items():
+        if any(part in text for part in known):
+            fix = f"{fix}; or leave the call uncompiled: torch.compiler.disable(call)"
+            return message("fn", expected, got or _line_with(text, known), fix)
+    if not always:
+        return None
+    expected = "a function that torch.compile traces inside of a derivative"
+    raised = re.search(r"got (\w+)\(['\"](.*)['\"]\)", text)
+    got = raised[2] if raised else text.strip().partition("\n")[0]
+    fix = "leave the call uncompiled: torch.compiler.disable(call)"
+    return message("fn", expected, got[:_LONGEST].rstrip("."), fix)
+
+
+def _line_with(text: str, parts: Iterable[str]) -> str:
+    line = next(x for x in text.split("\n") if any(part in x for part in parts))
+    return line.strip().rstrip(".")[-_LONGEST:]
+
+
+_LONGEST = 300
+explanations.append(explain_compiled)
+# By parts of what torch.compile says, as in `_KNOWN`.
+_COMPILED = {
+    ("native::_fw_primal",): (
+        "operations whose forward-mode derivative torch.compile traces",
+        "one that it does not: a normalization called as an operator of torch's, say",
+        'hvp(..., mode="reverse-over-reverse"), and vjp in place of jvp',
+    ),
+    ("Attempted to wrap RNN, GRU, or LSTM",): (
+        "modules that torch.compile traces",
+        "an RNN, a GRU or an LSTM",
+        "torch._dynamo.config.allow_rnn = True",
+    ),
+    ("is not possible because there exists a Tensor",): (
+        "a function of one sample that torch.vmap can batch",
+        "a write of what depends on the sample on a tensor that does not",
+        "make it by torch.stack, torch.where or x.new_zeros(...), of a tensor of the sample",
+    ),
+    ("Expected FakeTensor, got",): (
+        "operations that torch.compile traces inside of a derivative",
+        "one that it does not: torch.cond, say",
+        "torch.where, or an if of Python, in place of torch.cond",
     ),
 }
 

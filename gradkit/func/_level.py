@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from numbers import Number
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.func import vjp
 
 from gradkit._autograd import engine
 from gradkit._autograd.inner_pass import InnerPass
@@ -211,7 +210,7 @@ def differentiate_in_level(
     monitor = OpMonitor(per_sample=per_sample, writes=ops)
     outside: list[Any] = []
 
-    def inside(tensors: Sequence[Tensor], level: int | None) -> TensorLists:
+    def inside(tensors: Sequence[Tensor], level: int | None = None) -> TensorLists:
         if [tensor.dtype for tensor in tensors] != arguments.dtypes:
             for tensor, dtype in zip(tensors, arguments.dtypes, strict=True):
                 if tensor.dtype != dtype:
@@ -237,7 +236,8 @@ def differentiate_in_level(
         outside.extend((losses.spec, put_aux_back, passes.refused))
         return [losses.leaves, tensors_of_aux, *grads]
 
-    enter = _trace_level if torch.compiler.is_compiling() else torch_func.run_in_level
+    is_traced = torch.compiler.is_compiling()
+    enter: Any = torch_func.trace_in_level if is_traced else torch_func.run_in_level
     with leave_inference_mode(record=True), enabled, INSIDE:
         point = cut(arguments.variables)
         values, tensors_of_aux, *grads = named_errors(lambda: enter(inside, point))
@@ -276,23 +276,6 @@ def detached_but_tangents(tensors: Iterable[Tensor]) -> Tensors:
     """Return tensors without a graph, with the tangents that forward mode around them gives."""
     detach = Tensor.detach if torch.compiler.is_compiling() else torch_func.detach_keep_tangent
     return list(map(detach, tensors))
-
-
-def _trace_level(
-    fn: Callable[[Sequence[Tensor], None], TensorLists], point: Sequence[Tensor]
-) -> list[list[Any]]:
-    """Do what `run_in_level` does, in a way that torch.compile traces."""
-    put_back: list[Callable[[Iterable[Tensor]], PyTree]] = []
-
-    def inside(*tensors: Tensor) -> tuple[Tensor, Tensors]:
-        # Views: in a Function's `apply`, torch.compile would take the inputs of vjp for constants.
-        lists = fn(views_of(tensors), None)
-        flat, close = pytree.partition_tensors([list(part) for part in lists])
-        put_back.append(close)
-        return cast("Tensor", lists[0][0]), flat  # vjp wants an output, whatever it is
-
-    flat = vjp(inside, *point, has_aux=True)[2]  # type: ignore[misc]
-    return cast("list[list[Any]]", put_back[0](flat))
 
 
 def gradient_of_the_sum(

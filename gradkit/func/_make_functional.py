@@ -10,6 +10,8 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode
 
 from gradkit._checks import recomputations
@@ -35,6 +37,7 @@ ModuleCall: TypeAlias = Callable[..., tuple[Any, Named]]  # returns the output a
 _Run: TypeAlias = Callable[[], Any]
 _REFUSED_BY_TORCH = (nn.DataParallel, torch.jit.ScriptModule)
 _TRACED: Any = vars(torch.jit)["TopLevelTracedModule"]
+_OLD_PARAMETRIZATIONS = WeightNorm, SpectralNorm
 _READS_ONLY = "a module that reads its parameters"
 _READS_GIVEN = "a module that computes with the parameters that the call was given"
 
@@ -114,20 +117,36 @@ def functional(module: nn.Module) -> tuple[ModuleCall, Named, Named]:
         if _place(module, name) != _place(module, first)
     }
 
+    # What the old weight_norm and spectral_norm write in each forward pass.
+    reparametrized = [
+        (part, hook.name)
+        for part in module.modules()
+        for hook in part._forward_pre_hooks.values()
+        if isinstance(hook, _OLD_PARAMETRIZATIONS)
+    ]
+
     def call(
         params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], *args: Any, **kwargs: Any
     ) -> tuple[Any, Named]:
         given = read_named(params, names, "params")
         # Copies: what the forward pass writes on is new.
         new = {name: t.clone() for name, t in read_named(buffers, buffer_names, "buffers").items()}
+        is_traced = torch.compiler.is_compiling()
+        if is_traced and new and BATCH in transforms():
+            for one in (*given.values(), *args):  # batched, as what is written on them is
+                if isinstance(one, Tensor):
+                    new = {name: t + one.new_zeros((), dtype=t.dtype) for name, t in new.items()}
 
         def by_torch() -> tuple[Any, Named]:
             both = {**given, **{name: new[first] for name, first in every_name.items()}}
             return functional_call(module, both, args, kwargs), both
 
         # While torch.compile traces, names of operations cannot be asked for: none is refused.
-        if torch.compiler.is_compiling():
+        if is_traced:
+            kept = [getattr(part, name) for part, name in reparametrized]
             out, after = by_torch()
+            for (part, name), value in zip(reparametrized, kept, strict=True):
+                setattr(part, name, value)  # the hook's was of the trace
         else:
             pairs = zip(names, own, strict=True)
             replaced = {name: t for name, t in pairs if t is not given[name]}

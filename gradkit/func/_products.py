@@ -438,6 +438,7 @@ class _FunctionRun:
         made = count()
         with self.monitor.noting():
             returned = self.fn(*self.arguments.args_with(tensors))
+        self.monitor.check_traced()
         self.has_user_code = count() > made
         self.outputs, aux = levels.read_returned(returned, has_aux=self.has_aux, scalar=False)
         self.variables = list(tensors)

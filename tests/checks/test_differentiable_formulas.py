@@ -16,9 +16,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from gradkit import func
 from gradkit._core import pytree
 from gradkit._torch_bugs import formulas
-from gradkit._torch_bugs.monitor import _NAMES
 from gradkit._torch_bugs.node_formulas import NODE_FORMULAS, has_formula
 from gradkit._torch_bugs.table import BY_FORMULA, FORMULAS, OpCall
+from gradkit._torch_bugs.traced_operations import _TABLE_NAMES as _NAMES
 from tests.helpers import same_bits
 from tests.op_db import op_db
 

@@ -15,7 +15,7 @@ from torch.overrides import get_testing_overrides
 import gradkit
 from gradkit import func
 from gradkit._torch_bugs import table
-from gradkit._torch_bugs.monitor import name_of
+from gradkit._torch_bugs.traced_operations import name_of
 from tests.helpers import others_slow
 
 pytestmark = [
