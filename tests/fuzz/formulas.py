@@ -130,10 +130,10 @@ def of_tangents(f: Fn, x: Tensor, along: Tensor) -> list[Tensor]:
 METHODS = (eager, functional_calls, forward_mode, reverse_mode, of_tangents)
 
 
-def difference(of: Fn, x: Tensor, along: Tensor) -> Tensor:
+def difference(of: Fn, x: Tensor, along: Tensor, step: float = STEP) -> Tensor:
     """The slope along a direction, to the fourth order of the step: some slopes are thousands."""
-    near, far = (of(x + n * STEP * along) - of(x - n * STEP * along) for n in (1, 2))
-    return (8 * near - far) / (12 * STEP)
+    near, far = (of(x + n * step * along) - of(x - n * step * along) for n in (1, 2))
+    return (8 * near - far) / (12 * step)
 
 
 def assert_near(order: int, got: Tensor, expected: Tensor) -> None:
@@ -167,7 +167,11 @@ def judge(rng: Random, formulas: dict[str, Fn]) -> None:
         grads = method(loss, x, along)
         # From torch 2.14 on, the second derivative of a batch norm carries a graph to nowhere.
         slopes = difference(lambda x: torch.stack(method(loss, x, along)).detach(), x, along)
-        assert_near(1, (grads[0] * along).sum(), difference(loss, x, along))
+        slope = (grads[0] * along).sum()
+        try:
+            assert_near(1, slope, difference(loss, x, along))
+        except AssertionError:  # eigenvalues that nearly meet bend the loss within a step
+            assert_near(1, slope, difference(loss, x, along, STEP / 10))
         for order, (grad, slope) in enumerate(zip(grads[1:], slopes, strict=False), 2):
             assert_near(order, grad, slope)
     except NotImplementedError as error:
