@@ -41,6 +41,7 @@ from gradkit._core.graph import Subgraph, leaf_tensors, metadata, nodes_below, n
 from gradkit._core.known_results import attach
 from gradkit._core.user_code import (
     Cotangents,
+    is_lost_view,
     kept_tensors,
     name_of_function,
     register_own_hooks,
@@ -262,7 +263,11 @@ class _Probe:
             return None
         copies = self._copies[current_pass()] = []
         kept = kept_tensors(self._node)
-        inputs = sum(child is None for child, _ in self._node.next_functions)  # without a graph
+        # In a transform, a kept tensor is the level's own, as an input without a graph is. In eager
+        # code an input that nothing else refers to is not told from a result: labels may be one.
+        is_eager = not transforms.transforms()
+        is_eager |= any(map(is_lost_view, kept))
+        inputs = 0 if is_eager else sum(child is None for child, _ in self._node.next_functions)
         self._may_be_inputs = bool(kept) and len(kept) <= inputs
         self._keeps_results = len(kept) > inputs
         if self._keeps_results:
@@ -276,7 +281,8 @@ class _Probe:
         got = f"{name_of_function(type(self._node))}, whose backward computes with what its "
         got += "forward pass has made and kept: the derivative of that by its inputs is missing"
         fix = "compute it anew in backward, from inputs kept by ctx.save_for_backward(x); or "
-        fix += "return it as an output of the Function, too"
+        fix += "return it as an output of the Function, too; an input that is a constant needs a "
+        fix += "name: mask = x > 0, then F.apply(x, mask)"
         reason = message(self._where(), f"{missing.DIFFERENTIABLE} again", got, fix)
         if transforms.differentiated():
             raise UnsupportedGraphError(reason)
@@ -369,7 +375,7 @@ class _KeptConstants(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch; what is made of kept tensors alone counts as one of them."""
         leaves, spec = pytree.flatten((list(args), dict(kwargs or {})))
-        here = [id(x) in self._kept and not x.requires_grad for x in leaves]
+        here = [id(x) in self._kept and (not x.requires_grad or is_lost_view(x)) for x in leaves]
         recorded = any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
         name = func.__name__
         writes = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")

@@ -427,12 +427,16 @@ def _private(candidates: list[Tensor], references: int) -> list[Tensor]:
     return [
         one
         for one in candidates
-        if sys.getrefcount(one) <= references
-        and type(one) in PLAIN_TYPES
+        if type(one) in PLAIN_TYPES
         and one.layout == torch.strided
-        and not one.requires_grad
+        and (is_lost_view(one) or (not one.requires_grad and sys.getrefcount(one) <= references))
         and (one.is_floating_point() or one.is_complex())
     ]
+
+
+def is_lost_view(tensor: Tensor) -> bool:
+    """Return whether a tensor is a view of a leaf, made under no_grad: what uses it ends there."""
+    return tensor.requires_grad and tensor.is_leaf and tensor._is_view()
 
 
 # The references of Python to a tensor in such a list that nothing else refers to.

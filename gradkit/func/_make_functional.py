@@ -9,6 +9,7 @@ from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.func import functional_call
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
@@ -22,9 +23,17 @@ from gradkit._compat.modules import own_parametrized_values
 from gradkit._compat.transforms import BATCH, carries_graph, memory_of, transforms
 from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
+from gradkit._core.graph import Subgraph
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.params import refuse_distributed, require_tensor
-from gradkit._core.user_code import CAPTURED, captured_by, may_compute
+from gradkit._core.user_code import (
+    CAPTURED,
+    captured_by,
+    functions_alive,
+    may_compute,
+    name_of_function,
+    user_functions,
+)
 from gradkit._state.copy_on_write import CopyOnWrite, CopyOnWriteMode, is_in_place
 from gradkit._state.module_state import ModuleSnapshot, TensorSlots, alone, keeping_state, state_now
 from gradkit._state.recomputed_tensors import is_recomputed
@@ -223,18 +232,27 @@ def _refuse_later(out: Any, snapshot: ModuleSnapshot, changed: Any, replaced: Na
         inside = () if isinstance(value, Tensor) else pytree.flatten(value)[0]
         parts = (x for x in inside if not isinstance(x, nn.Module))  # a list of them computes not
         values += [(path, x) for x in parts if may_compute(x)]
-    if not values:
+    of_functions: list[tuple[str, Any]] = []
+    if functions_alive().users:  # their backward may call the module
+        nodes = Subgraph(x for x in leaves if isinstance(x, Tensor)).nodes
+        kinds = set(user_functions(set(map(type, nodes))))
+        of_functions = [("out", node) for node in nodes if type(node) in kinds]
+    if not (values or of_functions):
         return
     # A checkpoint around has put others in the place of the module's own.
     now = snapshot.module.named_parameters()
     own = {id(x) for name, x in now if name in replaced} | set(map(id, replaced.values()))
-    for path, value in values:
+    for path, value in values + of_functions:
         modules = (x for x in captured_by(value) if isinstance(x, nn.Module))
         if any(id(param) in own for one in modules for param in one.parameters()):
             expected = "a module that has computed what it returns, or keeps, when its call ends"
             got = f"{describe(value)}, which refers to the module: it would compute with the "
-            got += "module's own parameters, not with those of the call"
             fix = "compute it inside: a module whose forward returns model(x).log_prob(y), say"
+            if isinstance(value, Node):
+                got = f"{name_of_function(type(value))}, whose backward refers to it, and may call "
+                got += "it, as the adjoint of a differential equation does: with the "
+                fix = "the module's own parameters: gradkit.value_and_grads(loss, module)"
+            got += "module's own parameters, not with those of the call"
             raise UnsupportedGraphError(message(path, expected, got, fix))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -220,7 +221,7 @@ def product(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
 
 
 def test_inputs_that_no_one_else_refers_to(device: torch.device) -> None:
-    """Which of the inputs are kept does not show; a gradient that is a constant is doubtful."""
+    """Whether an input is kept, or a result, does not show: labels are an input, too."""
     w = torch.tensor([1.0, 2.0], device=device)
     sparsemax: Any = made(beside_a_target, lambda ctx, g: (g * ctx.saved_tensors[0], None))
     with pytest.raises(gradkit.UnsupportedGraphError, match="Cube, whose backward computes with"):
@@ -228,8 +229,44 @@ def test_inputs_that_no_one_else_refers_to(device: torch.device) -> None:
     multiplied: Any = made(
         product, lambda ctx, g: (2 * g * ctx.saved_tensors[0] * ctx.saved_tensors[1], None)
     )
-    result = twice(lambda w: multiplied(w, torch.full_like(w, 3.0)).sum(), w)
-    assert result.tolist() == [6, 6]
+    with pytest.raises(gradkit.UnsupportedGraphError, match="an input that is a constant needs a"):
+        twice(lambda w: multiplied(w, torch.full_like(w, 3.0)).sum(), w)
+    threes = torch.full_like(w, 3.0)  # what to do
+    assert twice(lambda w: multiplied(w, threes).sum(), w).tolist() == [6, 6]
+
+
+def power(ctx: Any, x: Tensor, labels: Tensor) -> Tensor:
+    ctx.save_for_backward(4 * x**3)
+    return x**4
+
+
+def of_a_view(ctx: Any, x: Tensor, ones: Tensor) -> Tensor:
+    ctx.weight = x.expand(3, 2)
+    return (ones * x**4).sum(0)
+
+
+FROM_VIEW: Any = made(of_a_view, lambda ctx, g: ((g * 4 * ctx.weight**3).sum(0) / 3, None))
+POWER: Any = made(power, lambda ctx, g: (g * ctx.saved_tensors[0], None))
+
+
+@pytest.mark.parametrize("is_checked", [False, True])
+@pytest.mark.parametrize("is_squared", [False, True])
+@pytest.mark.parametrize("function", [POWER, FROM_VIEW])
+def test_results_beside_a_constant_input(
+    device: torch.device, function: Any, is_squared: bool, is_checked: bool
+) -> None:
+    w = torch.tensor([1.0, 2.0], device=device)
+    other = torch.zeros(2, dtype=torch.long, device=device)
+    if function is FROM_VIEW:
+        other = torch.full((1, 2), 1.0, device=device)
+
+    def loss(w: Tensor) -> Tensor:
+        out: Tensor = function(w, other)
+        return out.square().sum() if is_squared else out.sum()
+
+    refused = pytest.raises(gradkit.UnsupportedGraphError, match="Cube, whose backward computes")
+    with gradkit.checked() if is_checked else nullcontext(), refused:
+        twice(loss, w)
 
 
 def test_torch_func_refuses_them_too(device: torch.device) -> None:

@@ -549,3 +549,48 @@ def test_a_module_that_is_far_from_the_function_is_put_back(device: torch.device
         with pytest.raises(ZeroDivisionError):
             call()
         assert state(module) == before
+
+
+class Adjoint(torch.autograd.Function):
+    """Calls its module again in the backward pass, as `odeint_adjoint` does."""
+
+    @staticmethod
+    def forward(ctx: Any, module: nn.Module, x: Tensor, *params: Tensor) -> Tensor:
+        ctx.module = module
+        ctx.save_for_backward(x, *params)
+        with torch.no_grad():
+            out: Tensor = module(x)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        x, *params = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            found = torch.autograd.grad(ctx.module(x), (x, *params), cotangents, allow_unused=True)
+        return None, *found
+
+
+class CalledAgain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 1, dtype=DOUBLE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = Adjoint.apply(self.inner, x, *self.inner.parameters())
+        return out
+
+
+@pytest.mark.parametrize("is_eager", [False, True])
+def test_a_module_that_a_backward_calls_again(device: torch.device, is_eager: bool) -> None:
+    module, x = CalledAgain().to(device), torch.ones(3, 2, dtype=DOUBLE, device=device)
+    call, params, buffers = func.make_functional(module)
+    values = {name: param.detach().clone().requires_grad_() for name, param in params.items()}
+    with pytest.raises(gradkit.UnsupportedGraphError, match="Adjoint, whose backward refers to it"):
+        if is_eager:
+            call(values, buffers, x)
+        else:
+            func.value_and_grads(lambda p: call(p, buffers, x)[0].sum())(values)
+    # What to do.
+    _, grads = gradkit.value_and_grads(module(x).sum(), module)
+    assert grads["inner.weight"].tolist() == [[3, 3]]
