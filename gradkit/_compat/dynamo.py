@@ -84,11 +84,24 @@ def begin_trace() -> None:
         @wraps(handle)
         def exception_handler(error: Exception, *args: Any, **kwargs: Any) -> None:
             handle(error, *args, **kwargs)
-            if _PACKAGE in str(error):
+            is_ours = _PACKAGE in str(error) or "What to do:" in str(error)
+            if is_ours and not _is_in_call():
                 _explain(error)
 
         vars(exception_handler)["of_gradkit"] = True
         vars(convert_frame)["exception_handler"] = exception_handler
+
+
+def _is_in_call() -> bool:
+    """Return whether gradkit's code runs, and is not traced: it names errors by itself."""
+    # torch compiles the bodies of torch.cond, scan and while_loop where they are called.
+    frame = sys._getframe(2)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        path = frame.f_code.co_filename
+        if path.startswith(_PACKAGE) and path != __file__:
+            return True
+    return False
 
 
 def _allow_saved_tensor_hooks() -> None:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
 
 from gradkit._compat.autograd import with_function_modes, without_function_modes
 from gradkit._compat.dynamo import functions_traced, is_watched, leave_uncompiled, operations_traced
@@ -33,7 +32,6 @@ from gradkit._compat.transforms import (
     function_modes,
     jvp_level,
     level_of,
-    recording_levels,
     set_compiles_scripted,
     transforms,
     unbatched,
@@ -43,13 +41,7 @@ from gradkit._compat.undoing import INSIDE, undone
 from gradkit._core import pytree
 from gradkit._core.graph import Subgraph, recorded_outside
 from gradkit._core.results_without_graph import with_zero_derivatives
-from gradkit._core.user_code import (
-    functions_alive,
-    hooks_made,
-    hooks_registered,
-    own_hooks,
-    user_functions,
-)
+from gradkit._core.user_code import functions_alive, hooks_registered, user_functions
 from gradkit._state.copy_on_write import CopyOnWrite, is_in_place
 from gradkit._torch_bugs import attention, table
 from gradkit._torch_bugs import foreign_operators as foreign
@@ -133,7 +125,6 @@ class OpMonitor(TorchFunctionMode):
         self._wrong_outside: list[str] = []
         self._tangents_from = 0  # the level of a jvp around the function; 0 for none
         self._level = 0  # that of the innermost transform around it
-        self._hooks = 0  # how many the process had registered before
         self._traced = -1  # how many operations torch.compile had traced before
         self._watches = False  # whether this sees what it traces
 
@@ -151,7 +142,7 @@ class OpMonitor(TorchFunctionMode):
     def _counted(self) -> Iterator[None]:
         if torch.is_grad_enabled():
             self._tangents_from, self._level = jvp_level(), len(transforms())
-        before, self._hooks = active_monitors(), hooks_made()
+        before = active_monitors()
         with (
             undone(partial(setattr, _active, "count", before)),
             undone(partial(set_compiles_scripted, compiles_scripted())),
@@ -166,7 +157,6 @@ class OpMonitor(TorchFunctionMode):
         """Return what a function of eager code does, whose operations are noted, and watched."""
         # What `noting` does, without its context managers, which take 8 us.
         self._watch, before, compiles = watch, active_monitors(), compiles_scripted()
-        self._hooks = RemovableHandle.next_id - own_hooks.count
         self._is_outermost = not all_are_monitors()
 
         try:
@@ -253,13 +243,7 @@ class OpMonitor(TorchFunctionMode):
         # The gradient of a linear function has no graph, as one that the user's code has cut.
         roots = [x for x in map(unbatched, pytree.tensors(args[0])) if x.requires_grad]
         may_be_cut = functions_alive().users and user_functions(Subgraph(roots).kinds)
-        # Hooks of earlier tensors have no part in a transform that the function has entered.
-        has_hooks = hooks_registered() and (
-            not transforms()
-            or hooks_made() > self._hooks
-            or any(map(recording_levels, pytree.tensors(result)))
-        )
-        if may_be_cut or has_hooks or FORWARD in transforms():
+        if may_be_cut or hooks_registered() or FORWARD in transforms():
             return result
         return tuple(with_zero_derivatives(result, pytree.tensors(args)))
 

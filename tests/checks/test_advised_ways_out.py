@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import UserDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -226,30 +226,6 @@ def test_checked_blames_no_write_on_what_the_backward_has_made(w: Tensor) -> Non
 
 
 # --- torch.func
-
-
-@pytest.fixture
-def hook(device: torch.device) -> Iterator[None]:
-    hooked = torch.ones(1, device=device, requires_grad=True) * 1
-    handle = hooked.register_hook(lambda grad: grad)
-    yield
-    handle.remove()
-
-
-def test_a_constant_gradient_of_torch_func_beside_a_hook(device: torch.device, hook: None) -> None:
-    x = torch.ones(2, device=device)
-    slope = torch.func.grad(lambda x: (2 * x).sum())
-    assert func.linearize(slope, x)[1](x).tolist() == [0, 0]
-    assert func.vjp(slope, x)[1](x)[0].tolist() == [0, 0]
-    assert func.per_loss_grads(slope)(x).tolist() == [[0, 0], [0, 0]]
-
-    def cut(x: Tensor) -> Tensor:
-        y = x * 2
-        y.register_hook(lambda grad: grad.detach())
-        return (y * y).sum()
-
-    with pytest.raises((gradkit.DetachedLossError, gradkit.UnsupportedGraphError)):
-        func.vjp(torch.func.grad(cut), x)
 
 
 def test_a_nested_tensor_in_a_transform(device: torch.device) -> None:

@@ -435,7 +435,7 @@ TABLE: dict[str, tuple[str, str, str, str]] = {
     "`distributed.value_and_grads`, `distributed.per_loss_grads`": (OK, OK, OTHER, OTHER),
     "`distributed.gram`, `distributed.value_and_grads(weights=function)`": (OK, OK, OTHER, OTHER),
     "`value_and_grads`, `per_loss_grads`": (NO, NO, OK, OK),
-    "`per_loss_grads` of a vector": (OK, OK, OK, TORCH),
+    "`per_loss_grads` of a vector": (OK, OK, OK, OK),
     "`create_graph=True`": (OK, NO, OK, OK),
     "`distributed.all_reduce`": (OK, NO, NO, NO),
     "`combine`, `add_grads_(..., hooks=True)`": (OK, OK, OK, OK),
