@@ -6,7 +6,7 @@ import torch
 from tests.works_with._oracles import of_function
 
 PIP = "entmax"
-NOTE = "second derivatives of the losses: write them with `entmax15`, which is right; `entmax_bisect(x, alpha)` with a tensor for alpha is not refused"
+NOTE = "second derivatives of the losses: write them with `entmax15`, which is right"
 
 
 def tries():
