@@ -43,6 +43,7 @@ from gradkit._core.user_code import (
     Cotangents,
     is_lost_view,
     kept_tensors,
+    labels_of,
     name_of_function,
     register_own_hooks,
     remove_hooks,
@@ -267,7 +268,10 @@ class _Probe:
         # code an input that nothing else refers to is not told from a result: labels may be one.
         is_eager = not transforms.transforms()
         is_eager |= any(map(is_lost_view, kept))
-        inputs = 0 if is_eager else sum(child is None for child, _ in self._node.next_functions)
+        inputs = 0
+        if not is_eager:
+            inputs = sum(child is None for child, _ in self._node.next_functions)
+            inputs -= labels_of(self._node)
         self._may_be_inputs = bool(kept) and len(kept) <= inputs
         self._keeps_results = len(kept) > inputs
         if self._keeps_results:

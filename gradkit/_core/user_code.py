@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from gradkit._compat import distributed
 from gradkit._compat.autograd import forward_class, tensor_hooks
 from gradkit._compat.nodes import hooked_tensors
-from gradkit._compat.transforms import transforms
+from gradkit._compat.transforms import layers, transforms
 from gradkit._compat.undoing import INSIDE
 from gradkit._core.graph import edge, leaf_tensors, nodes_below
 from gradkit._core.known_results import accumulate_grad_nodes
@@ -423,6 +423,27 @@ def kept_tensors(function: Any) -> list[Tensor]:
     return kept
 
 
+def note_labels(results: object, given: Iterable[object]) -> None:
+    """Note on a Function's nodes how many tensors it was given that are not floating: labels."""
+    count = sum(isinstance(x, Tensor) and not _is_floating(x) for x in given)
+    for result in tensors(results) if count else ():
+        for layer in layers(result):
+            if layer.grad_fn is not None:
+                layer.grad_fn.metadata[_LABELS] = count
+
+
+def labels_of(node: Node) -> int:
+    """Return what `note_labels` has noted; in eager code nobody tells it."""
+    return cast("int", node.metadata.get(_LABELS, 0))
+
+
+_LABELS = "gradkit: labels"
+
+
+def _is_floating(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def _private(candidates: list[Tensor], references: int) -> list[Tensor]:
     return [
         one
@@ -430,7 +451,7 @@ def _private(candidates: list[Tensor], references: int) -> list[Tensor]:
         if type(one) in PLAIN_TYPES
         and one.layout == torch.strided
         and (is_lost_view(one) or (not one.requires_grad and sys.getrefcount(one) <= references))
-        and (one.is_floating_point() or one.is_complex())
+        and _is_floating(one)
     ]
 
 

@@ -41,7 +41,7 @@ from gradkit._compat.undoing import INSIDE, undone
 from gradkit._core import pytree
 from gradkit._core.graph import Subgraph, recorded_outside
 from gradkit._core.results_without_graph import with_zero_derivatives
-from gradkit._core.user_code import functions_alive, hooks_registered, user_functions
+from gradkit._core.user_code import functions_alive, hooks_registered, note_labels, user_functions
 from gradkit._state.copy_on_write import CopyOnWrite, is_in_place
 from gradkit._torch_bugs import attention, table
 from gradkit._torch_bugs import foreign_operators as foreign
@@ -236,6 +236,8 @@ class OpMonitor(TorchFunctionMode):
             result = func(*args, **kwargs) if kwargs else func(*args)
         if watched:
             foreign.refuse_dropped(func, (args, kwargs), result, written)
+        elif name == FUNCTION and not torch.compiler.is_compiling():
+            note_labels(result, args[1:])
         if name != BACKWARD_PASS or not (kwargs or {}).get("create_graph"):
             return result
         if torch.compiler.is_compiling():

@@ -269,6 +269,40 @@ def test_results_beside_a_constant_input(
         twice(loss, w)
 
 
+class OfLabels(torch.autograd.Function):
+    """Keeps its slope, a result, beside labels."""
+
+    @staticmethod
+    def forward(x: Tensor, labels: Tensor) -> Tensor:
+        return x**4
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.save_for_backward(4 * inputs[0] ** 3)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        return cotangents[0] * ctx.saved_tensors[0], None
+
+
+@pytest.mark.parametrize("by", ["nested", "hvp", "torch.func"])
+def test_results_beside_labels_in_functions(device: torch.device, by: str) -> None:
+    w, labels = torch.tensor([1.0, 2.0], device=device), torch.zeros(2, dtype=torch.long)
+
+    def loss(w: Tensor) -> Tensor:
+        return OfLabels.apply(w, labels.to(w.device)).square().sum()
+
+    once = func.value_and_grads(loss)
+    torch.testing.assert_close(once(w)[1], 8 * w**7)
+    calls: dict[str, Callable[[], object]] = {
+        "nested": lambda: func.value_and_grads(lambda w: once(w)[1].sum())(w),
+        "hvp": lambda: func.hvp(loss, w, w, mode="reverse-over-reverse"),
+        "torch.func": lambda: torch.func.grad(lambda w: once(w)[1].sum())(w),
+    }
+    with pytest.raises(gradkit.UnsupportedGraphError, match="OfLabels, whose backward computes"):
+        calls[by]()
+
+
 def test_torch_func_refuses_them_too(device: torch.device) -> None:
     class Cube(torch.autograd.Function):
         generate_vmap_rule = True
