@@ -25,7 +25,7 @@ from gradkit._compat.autograd import forward_class, tensor_hooks
 from gradkit._compat.nodes import hooked_tensors
 from gradkit._compat.transforms import layers, transforms
 from gradkit._compat.undoing import INSIDE
-from gradkit._core.graph import edge, leaf_tensors, nodes_below
+from gradkit._core.graph import edge, leaf_tensors, metadata, nodes_below
 from gradkit._core.known_results import accumulate_grad_nodes
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.pytree import tensors
@@ -429,12 +429,12 @@ def note_labels(results: object, given: Iterable[object]) -> None:
     for result in tensors(results) if count else ():
         for layer in layers(result):
             if layer.grad_fn is not None:
-                layer.grad_fn.metadata[_LABELS] = count
+                metadata(layer.grad_fn)[_LABELS] = count
 
 
 def labels_of(node: Node) -> int:
     """Return what `note_labels` has noted; in eager code nobody tells it."""
-    return cast("int", node.metadata.get(_LABELS, 0))
+    return cast("int", metadata(node).get(_LABELS, 0))
 
 
 _LABELS = "gradkit: labels"
