@@ -266,8 +266,10 @@ class _Probe:
         kept = kept_tensors(self._node)
         # In a transform, a kept tensor is the level's own, as an input without a graph is. In eager
         # code an input that nothing else refers to is not told from a result: labels may be one.
-        is_eager = not transforms.transforms()
-        is_eager |= any(map(is_lost_view, kept))
+        # gradkit's own Functions, which run the user's code again, keep their inputs alone.
+        is_own = forward_class(self._node).__module__.startswith("gradkit.")
+        is_eager = not (transforms.transforms() or is_own)
+        is_eager |= any(map(is_lost_view, kept)) and not is_own
         inputs = 0
         if not is_eager:
             inputs = sum(child is None for child, _ in self._node.next_functions)
