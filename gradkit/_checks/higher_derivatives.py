@@ -38,6 +38,7 @@ from gradkit._compat.versions import is_mended
 from gradkit._core import pytree
 from gradkit._core.call import Call
 from gradkit._core.graph import Subgraph, leaf_tensors, metadata, nodes_below, nodes_from
+from gradkit._core.kept_inputs import keeps_inputs_alone
 from gradkit._core.known_results import attach
 from gradkit._core.user_code import (
     Cotangents,
@@ -265,13 +266,13 @@ class _Probe:
         copies = self._copies[current_pass()] = []
         kept = kept_tensors(self._node)
         # In a transform, a kept tensor is the level's own, as an input without a graph is. In eager
-        # code an input that nothing else refers to is not told from a result: labels may be one.
+        # code an input that nothing else refers to is told from a result by the source alone.
         # gradkit's own Functions, which run the user's code again, keep their inputs alone.
         is_own = forward_class(self._node).__module__.startswith("gradkit.")
-        is_eager = not (transforms.transforms() or is_own)
-        is_eager |= any(map(is_lost_view, kept)) and not is_own
-        inputs = 0
-        if not is_eager:
+        inputs, is_lost = 0, any(map(is_lost_view, kept)) and not is_own
+        if kept and not is_lost and keeps_inputs_alone(self._node):
+            inputs = len(kept)
+        elif not is_lost and (is_own or transforms.transforms()):
             inputs = sum(child is None for child, _ in self._node.next_functions)
             inputs -= labels_of(self._node)
         self._may_be_inputs = bool(kept) and len(kept) <= inputs
@@ -287,8 +288,10 @@ class _Probe:
         got = f"{name_of_function(type(self._node))}, whose backward computes with what its "
         got += "forward pass has made and kept: the derivative of that by its inputs is missing"
         fix = "compute it anew in backward, from inputs kept by ctx.save_for_backward(x); or "
-        fix += "return it as an output of the Function, too; an input that is a constant needs a "
-        fix += "name: mask = x > 0, then F.apply(x, mask)"
+        fix += (
+            "return it as an output of the Function, too; if it is an input, keep it as it came, "
+        )
+        fix += "or give it a name: mask = x > 0, then F.apply(x, mask)"
         reason = message(self._where(), f"{missing.DIFFERENTIABLE} again", got, fix)
         if transforms.differentiated():
             raise UnsupportedGraphError(reason)

@@ -35,6 +35,8 @@ AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-de
 increment_version: Callable[[Iterable[Tensor]], None] = torch._C._increment_version
 # How many nodes its thread had made before a node; the largest number for that of a leaf.
 sequence_number: Callable[[Node], int] = methodcaller("_sequence_nr")
+# The number that this thread's next node gets.
+next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 # The number of the engine's pass that runs in this thread; -1 outside of passes.
 current_pass: Callable[[], int] = torch._C._current_graph_task_id
 # The node that the engine executes in this thread.

@@ -135,10 +135,10 @@ def register_own_hooks(*registrations: Callable[[], RemovableHandle]) -> list[Re
     """Register hooks of gradkit's, which `hooks_registered` does not count; all of them or none."""
     handles: list[RemovableHandle] = []
     try:
-        with own_hooks.lock, INSIDE:
+        with _own_hooks.lock, INSIDE:
             for register in registrations:
                 handles.append(register())
-                own_hooks.count += 1
+                _own_hooks.count += 1
         return handles
     except BaseException:
         remove_hooks(handles)
@@ -161,7 +161,7 @@ def first_pre_hooked(leaves: Sequence[Tensor]) -> int | None:
     # A look at one takes a microsecond or two, and holds until this process registers another hook
     # of any kind. Tensors that are no leaves are passed over.
     global _looked_at
-    with own_hooks.lock, INSIDE:
+    with _own_hooks.lock, INSIDE:
         made = hooks_made()  # before the look: what is registered meanwhile is looked for again
     if not made:
         return None
@@ -204,11 +204,11 @@ def _first_with_hooks(
     nodes: Sequence[Node], of_kind: Callable[[Node], RemovableHandle] = _NODE_HOOKS[0]
 ) -> int | None:
     """Return the index of the first node on which someone has registered a hook of a kind."""
-    with own_hooks.lock, INSIDE:
+    with _own_hooks.lock, INSIDE:
         for index, node in enumerate(nodes):
             # All that Python has registered there, ours among them until it is removed.
             hooks = _removed(of_kind(node)).hooks_dict_ref()
-            own_hooks.count += 1
+            _own_hooks.count += 1
             if hooks:
                 return index
     return None
@@ -216,11 +216,11 @@ def _first_with_hooks(
 
 def remove_hooks_since(nodes: Iterable[Node], first: int) -> None:
     """Remove from nodes the hooks whose handles have this number, or one that was given later."""
-    with own_hooks.lock, INSIDE:
+    with _own_hooks.lock, INSIDE:
         for node in nodes:
             for of_kind in _NODE_HOOKS:
                 hooks: Any = _removed(of_kind(node)).hooks_dict_ref()
-                own_hooks.count += 1
+                _own_hooks.count += 1
                 for number in [number for number in hooks or () if number >= first]:
                     del hooks[number]
 
@@ -251,12 +251,12 @@ def hooks_registered() -> bool:
     # A hook that changes its gradient in place, g.clamp_(-1, 1), changes every gradient that shares
     # memory with it, and a hook that stores it stores a result. torch numbers the handles of hooks
     # of all kinds; which tensors and modules have them cannot be seen from Python.
-    return RemovableHandle.next_id > own_hooks.count
+    return RemovableHandle.next_id > _own_hooks.count
 
 
 def hooks_made() -> int:
     """Return how many hooks this process has ever registered, but for gradkit's own."""
-    return int(RemovableHandle.next_id) - own_hooks.count
+    return int(RemovableHandle.next_id) - _own_hooks.count
 
 
 def user_code_may_run() -> bool:
@@ -270,7 +270,7 @@ class _OwnHooks:
         self.count = 0
 
 
-own_hooks = _OwnHooks()
+_own_hooks = _OwnHooks()
 
 
 # Functions of torch's own in whose presence a functional gradient is incomplete or local.

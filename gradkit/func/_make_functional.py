@@ -17,13 +17,13 @@ from torch.overrides import TorchFunctionMode
 
 from gradkit._checks import recomputations
 from gradkit._checks.checked import is_checked
-from gradkit._compat.autograd import storage_key, without_function_modes
+from gradkit._compat.autograd import next_sequence_number, storage_key, without_function_modes
 from gradkit._compat.dynamo import leave_uncompiled
 from gradkit._compat.modules import own_parametrized_values
 from gradkit._compat.transforms import BATCH, carries_graph, memory_of, transforms
 from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
-from gradkit._core.graph import Subgraph
+from gradkit._core.graph import nodes_below
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.params import refuse_distributed, require_tensor
 from gradkit._core.user_code import (
@@ -182,7 +182,7 @@ def _run_on(
     if new and BATCH in transforms():  # a buffer that is written on is as batched as what it gets
         memory = {memory_of(buffer) for buffer in new.values()}
         own = CopyOnWriteMode(CopyOnWrite(lambda tensor: memory_of(tensor) in memory))
-    around = state_now()
+    around, first_node = state_now(), next_sequence_number()
     with keeping_state() as state:
         snapshot = state.snapshot_of(module)
         tensors = list(given.values())
@@ -202,7 +202,7 @@ def _run_on(
             if isinstance(own, CopyOnWriteMode):
                 result = own.writes.values(result)
         if replaced:
-            _refuse_later(out, snapshot, changed, replaced)
+            _refuse_later(out, snapshot, changed, replaced, first_node)
         if around is not None:
             state.note(snapshot, tensors, changed)
         elif is_checked():
@@ -222,7 +222,9 @@ def _refuse_left(snapshot: ModuleSnapshot) -> None:
             raise UnsupportedGraphError(message(path, expected, got, fix))
 
 
-def _refuse_later(out: Any, snapshot: ModuleSnapshot, changed: Any, replaced: Named) -> None:
+def _refuse_later(
+    out: Any, snapshot: ModuleSnapshot, changed: Any, replaced: Named, first_node: int
+) -> None:
     """Raise if what a module has returned, or kept, would compute with its own parameters later."""
     leaves, spec = pytree.flatten(out)
     later = [i for i, x in enumerate(leaves) if type(x) is not Tensor and may_compute(x)]
@@ -234,7 +236,8 @@ def _refuse_later(out: Any, snapshot: ModuleSnapshot, changed: Any, replaced: Na
         values += [(path, x) for x in parts if may_compute(x)]
     of_functions: list[tuple[str, Any]] = []
     if functions_alive().users:  # their backward may call the module
-        nodes = Subgraph(x for x in leaves if isinstance(x, Tensor)).nodes
+        roots = (x for x in leaves if isinstance(x, Tensor) and x.requires_grad)
+        nodes = nodes_below(roots, oldest=first_node)  # those of the call
         kinds = set(user_functions(set(map(type, nodes))))
         of_functions = [("out", node) for node in nodes if type(node) in kinds]
     if not (values or of_functions):

@@ -221,7 +221,7 @@ def product(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
 
 
 def test_inputs_that_no_one_else_refers_to(device: torch.device) -> None:
-    """Whether an input is kept, or a result, does not show: labels are an input, too."""
+    """Whether an input is kept, or a result, shows in the source alone: labels are inputs, too."""
     w = torch.tensor([1.0, 2.0], device=device)
     sparsemax: Any = made(beside_a_target, lambda ctx, g: (g * ctx.saved_tensors[0], None))
     with pytest.raises(gradkit.UnsupportedGraphError, match="Cube, whose backward computes with"):
@@ -229,10 +229,68 @@ def test_inputs_that_no_one_else_refers_to(device: torch.device) -> None:
     multiplied: Any = made(
         product, lambda ctx, g: (2 * g * ctx.saved_tensors[0] * ctx.saved_tensors[1], None)
     )
-    with pytest.raises(gradkit.UnsupportedGraphError, match="an input that is a constant needs a"):
-        twice(lambda w: multiplied(w, torch.full_like(w, 3.0)).sum(), w)
+    result = twice(lambda w: multiplied(w, torch.full_like(w, 3.0)).sum(), w)
+    assert result.tolist() == [6, 6]
+    copied: Any = made(
+        lambda ctx, x, y: product(ctx, x, y), lambda ctx, g: (2 * g * x_and_y(ctx), None)
+    )
+    with pytest.raises(gradkit.UnsupportedGraphError, match="keep it as it came, or give it a"):
+        twice(lambda w: copied(w, torch.full_like(w, 3.0)).sum(), w)
     threes = torch.full_like(w, 3.0)  # what to do
-    assert twice(lambda w: multiplied(w, threes).sum(), w).tolist() == [6, 6]
+    assert twice(lambda w: copied(w, threes).sum(), w).tolist() == [6, 6]
+
+
+def x_and_y(ctx: Any) -> Tensor:
+    x, y = ctx.saved_tensors
+    return x * y
+
+
+class Linear(torch.autograd.Function):
+    """Keeps its inputs, as its source shows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        return torch.outer(cotangents[0], w), x.T @ cotangents[0]
+
+
+class LinearApart(Linear):
+    """The same, with a setup_context."""
+
+    @staticmethod
+    def forward(x: Tensor, w: Tensor) -> Tensor:  # type: ignore[override]
+        return x @ w
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        x, _ = inputs
+        ctx.save_for_backward(x, inputs[1])
+
+
+@pytest.mark.parametrize("by", ["eager", "nested"])
+@pytest.mark.parametrize("function", [Linear, LinearApart])
+def test_data_that_no_one_else_refers_to(device: torch.device, function: Any, by: str) -> None:
+    w = torch.tensor([1.0, 2.0], device=device)
+
+    def loss(w: Tensor, product: Any = function.apply) -> Tensor:
+        x = torch.full((3, 2), 2.0, device=device)  # gone when the loss is returned
+        return product(x, w).pow(3).sum()
+
+    def of_sum(w: Tensor) -> Tensor:
+        return func.value_and_grads(loss)(w)[1].square().sum()
+
+    right = twice(lambda w: loss(w, torch.matmul), w)
+    got = twice(loss, w) if by == "eager" else None
+    if got is None:
+        once = torch.func.grad(lambda w: loss(w, torch.matmul))
+        right = torch.func.grad(lambda w: once(w).square().sum())(w)
+        got = func.value_and_grads(of_sum)(w)[1]
+    torch.testing.assert_close(got, right)
 
 
 def power(ctx: Any, x: Tensor, labels: Tensor) -> Tensor:

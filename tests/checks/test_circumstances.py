@@ -37,7 +37,7 @@ def call_of(
 def new_process() -> Iterator[None]:
     """Let the process look as if other tests had left nothing alive."""
     with (
-        patch.object(user_code.own_hooks, "count", RemovableHandle.next_id),
+        patch.object(user_code._own_hooks, "count", RemovableHandle.next_id),
         patch.object(c, "recomputed_tensor_sources", {}),
     ):
         yield

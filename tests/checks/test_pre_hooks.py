@@ -109,7 +109,7 @@ def test_a_leaf_is_looked_at_once_for_each_count_of_hooks(
 def test_without_any_hook_in_the_process_nothing_is_looked_at(
     device: torch.device, looks: list[Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(user_code.own_hooks, "count", torch.utils.hooks.RemovableHandle.next_id)
+    monkeypatch.setattr(user_code._own_hooks, "count", torch.utils.hooks.RemovableHandle.next_id)
     params = leaves(device)
     gradkit.value_and_grads(product(params), params)
     assert not looks

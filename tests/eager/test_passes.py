@@ -36,7 +36,7 @@ Contexts = dict[str, tuple[Callable[[], AbstractContextManager[Any]], Callable[[
 
 def no_hook_yet() -> Any:
     """Let the process look as if no hook had been registered before."""
-    return patch.object(user_code.own_hooks, "count", RemovableHandle.next_id)
+    return patch.object(user_code._own_hooks, "count", RemovableHandle.next_id)
 
 
 def scalars(graph: Graph) -> list[Tensor]:

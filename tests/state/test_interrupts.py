@@ -95,7 +95,7 @@ class World:
 
 def modes() -> dict[str, Any]:
     """Return the modes of this thread, and what gradkit keeps of the process."""
-    lock = user_code.own_hooks.lock
+    lock = user_code._own_hooks.lock
     is_free = lock.acquire(timeout=1)
     if is_free:
         lock.release()
