@@ -89,7 +89,7 @@ class Accumulator:
         kinds = distributed.module_classes()
         self._shards: list[Any] = [part for part in parts if isinstance(part, kinds)]
         self._params = read_params(params, allow_distributed=True)
-        # Of tensors: an iterator can be read once.
+        # The tree holds the tensors: an iterator can be read once.
         self._tree = params if self._shards else self._params.tree(self._params.variables)
         self._sums = _Sums()
         self._scales: set[float] = set()  # see `averaged_elements`

@@ -271,7 +271,7 @@ def _recorder_of_runs(
     recomputed: set[str],
 ) -> _SeeRun:
     """Return what is to be called with the inputs, or the outputs, of each run of a module."""
-    # Of those that are required, a run has to have a tensor with a graph. `recomputed` gets the
+    # A run has to have a tensor with a graph of those that are required. `recomputed` gets the
     # names of those that have one in a recomputation alone.
     runs: dict[str, list[_KeptTree]] = {name: [] for name in names}
     thread = calling_thread()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -287,6 +289,21 @@ def test_private_functions_are_documented_in_a_line(device: torch.device) -> Non
         for name, node in functions(tree.body)
         if not is_public(path, name, public) and "\nArgs:\n" in (ast.get_docstring(node) or "")
     ]
+    assert not broken, listed(broken)
+
+
+def test_a_comment_has_a_subject(device: torch.device) -> None:
+    """A pronoun stands for something else: the first word of a block says what it is about."""
+    bare = re.compile(
+        r"(It|They|Its|Their|(This|That|These|Those|What) (is|are|was|were|has|have|may|does|do)) "
+    )
+    broken = []
+    for path in sources():
+        lines = ["", *path.read_text(encoding="utf-8").splitlines()]
+        for before, line in pairwise(map(str.lstrip, lines)):
+            text = line.removeprefix("# ")
+            if text != line and not before.startswith("#") and bare.match(text):
+                broken.append(f"{path.relative_to(ROOT)}: {text}")
     assert not broken, listed(broken)
 
 

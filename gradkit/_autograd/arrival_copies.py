@@ -222,7 +222,7 @@ class WriteFinder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # The storage, where the code is, and whether the node that runs it has made the memory.
         self._writes: list[tuple[int, str, bool]] = []
         self._made: dict[int, Node] = {}  # by their storage, the nodes whose Python code made it
-        # For each variable, what arrived and how many writes there had been.
+        # Each variable, what arrived for it, and how many writes there had been.
         self._arrived: list[tuple[int, Tensor, int]] = []
         # Copies, by their storage, of what torch would have shared; they are kept until the end.
         self._copied: dict[int, tuple[Tensor, Tensor]] = {}
@@ -300,7 +300,7 @@ def _location(frame: FrameType | None) -> str | None:
     return location
 
 
-# What is called with a gradient, and the copy that is handed on in its place.
+# A NoteCopy gets a gradient, and the copy that is handed on in its place.
 NoteCopy: TypeAlias = Callable[[Tensor, Tensor], object]
 
 

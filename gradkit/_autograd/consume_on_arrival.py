@@ -29,7 +29,7 @@ from gradkit._compat.undoing import INSIDE, undo_stack
 from gradkit._core import user_code
 from gradkit._core.grad_recorder import any_observers
 
-# What is called with the number of a variable, and its gradient; or with a stack of its gradients.
+# A Consume gets the number of a variable, and its gradient, or a stack of its gradients.
 Consume: TypeAlias = Callable[[int, Tensor], None]
 
 

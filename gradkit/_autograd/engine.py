@@ -205,7 +205,7 @@ def _refuse_nested(call: Call, variables: Sequence[Tensor] | None) -> None:
 
 def _only_tensor_hooks(leaves: Sequence[Tensor]) -> bool:
     """Return whether a pass that returns the gradients of these tensors runs all of their hooks."""
-    # It runs neither those of AccumulateGrad nodes nor those of `register_multi_grad_hook`.
+    # Hooks of AccumulateGrad nodes and those of `register_multi_grad_hook` do not run in it.
     return all(leaf.grad_fn is None for leaf in leaves) and not (
         user_code.any_hooked_nodes(leaves)
         or any(

@@ -218,7 +218,7 @@ def _add_products(by_leaf: dict[int, Tensor], total: Tensor) -> Tensor:
     for index in sorted(by_leaf):
         product = by_leaf[index]
         if hasattr(type(product), "__tensor_flatten__"):
-            # Its data are several tensors, and torch would add each of them.
+            # The data of such a product are several tensors, and torch would add each of them.
             expected = "gradients whose inner products are plain tensors"
             got = f"a {type(product).__name__}, which is made of several tensors"
             fix = "gradkit.tree.gram(gradkit.per_loss_grads(losses, params))"

@@ -156,8 +156,8 @@ class JacobianBuffer:
 
     def __init__(self, loss: Tensor, variables: list[Tensor]) -> None:
         self._loss, self._variables = loss, variables
-        # For each variable: the result, a view of it by elements, and where the next one goes; or
-        # the parts to join, of gradients that cannot be copied into a buffer.
+        # Each variable has a result, a view of it by elements, and where the next one goes; or the
+        # parts to join, if its gradients cannot be copied into a buffer.
         self._buffers: list[Tensor | None] = [None] * len(variables)
         self._by_element: list[Tensor | None] = [None] * len(variables)
         self._filled = [0] * len(variables)

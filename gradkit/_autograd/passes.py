@@ -96,7 +96,7 @@ class PassRunner:
     """Runs the passes of a call, among the guards that what is around it asks for."""
 
     call: Call
-    # Those variables whose gradients are copied as they arrive, by the id of the list of all.
+    # The variables whose gradients are copied as they arrive, by the id of the list of all.
     _copied: dict[int, list[Tensor]] = field(default_factory=dict)
 
     @property
@@ -229,7 +229,7 @@ class PassRunner:
         self, output: Tensor, seeds: Tensor, variables: list[Tensor]
     ) -> list[Tensor | None]:
         """Return the gradients of a vmapped pass, which keeps the graph; they may share memory."""
-        # From seeds of shape `[B, *output.shape]` to gradients of shape `[B, *variable.shape]`.
+        # Seeds have the shape `[B, *output.shape]`, gradients `[B, *variable.shape]`.
         if not self.call.no_subclasses:
             with engine.recording(self.call) if self.call.create_graph else INSIDE, INSIDE:
                 return engine.run_grad(

@@ -170,7 +170,7 @@ def _dense(part: PerSampleGrads, variable: Tensor) -> Tensor:
         return part
     left, right = part
     if left.dim() == 3:
-        # Of one position, the product is no sum: batched kernels take half as long again for it.
+        # The product of one position is no sum: batched kernels take half as long again for it.
         return left.mT * right if right.shape[1] == 1 else left.mT @ right
     zeros = right.new_zeros(len(right), *variable.shape)
     return zeros.scatter_add_(1, left.unsqueeze(2).expand_as(right), right)

@@ -76,7 +76,7 @@ class BatchDim(NamedTuple):
         return self.at(shape, self.dim)
 
 
-# For each input of a node where the samples lie; None if they share it, or there is none.
+# The dimension of the samples in each input of a node; None if they share it, or there is none.
 InputBatchDims: TypeAlias = list[BatchDim | None]
 Follow: TypeAlias = Callable[[Node, BatchDim, Shape], BatchDim | None]
 BatchDimRule: TypeAlias = Callable[[Node, BatchDim, list[Shape | None]], InputBatchDims]

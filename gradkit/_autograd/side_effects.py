@@ -50,7 +50,7 @@ class WrittenGrads:
         self._leaves = {id(v): v for v in self._variables if v.is_leaf} | returned | hidden
         # Leaves with a `.grad` keep one, of zeros: a Function may write to that memory.
         filled = {k: leaf for k, leaf in returned.items() if type(leaf.grad) in PLAIN_TYPES}
-        # They are added to as by `.backward()`, in whose order the sums have its bits.
+        # Passes add to these as `.backward()` does, in whose order the sums have its bits.
         self.summed = [v for v in self._variables if add and id(v) in hidden]
         with undo_stack() as stack:
             if current_pass() == -1:  # a pass inside another may run in a thread of the engine
@@ -151,7 +151,7 @@ class _KeptState:
 
     def __init__(self, node: Node, where: Callable[[], str], *, retain: bool) -> None:
         self._node, self._where, self._retain = node, where, retain
-        # For each pass, by its number: each tensor, its version, a copy if it may be a gradient.
+        # Each tensor by the number of its pass, its version, and a copy if it may be a gradient.
         self._kept: dict[int, list[tuple[Tensor, int, Tensor | None]]] = {}
 
     def before(self, _: Cotangents) -> None:

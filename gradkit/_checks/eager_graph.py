@@ -124,8 +124,8 @@ def _refuse_other_tensors(call: Call) -> None:
 
 def refuse_freed(call: Call, *, thorough: bool | None = None) -> None:
     """Raise if a pass would execute a freed node: any such, or one next to a loss."""
-    # What is freed deeper down shows when a single pass gets there; looking at every node would
-    # take as long as a small pass.
+    # A node freed deeper down shows when a single pass gets there; looking at every node would take
+    # as long as a small pass.
     if thorough is None:
         thorough = len(call.passes) > 1
     if thorough and not any_released(call.whole.nodes, names_by_kind(call.whole.kinds)):
@@ -232,7 +232,7 @@ def refusal_reasons(
     return [_REASONS[name] for name in sorted(names.difference(allowed))]
 
 
-# What is checked before the passes of a call, in this order: what there is around it, and by what.
+# The checks before the passes of a call, in this order: what there is around it, and by what.
 _BEFORE: tuple[tuple[int, Callable[[Call], None]], ...] = (
     (NO_VARIABLES, reachability.refuse_no_variables),
     (HOOKS, reachability.refuse_hooked_leaf_losses),

@@ -137,7 +137,7 @@ def refuse_wrong_derivative(
     where: Callable[[], str], variables: Sequence[Tensor], below: Subgraph, *, linear: bool = False
 ) -> None:
     """Raise if a pass executes a node whose derivative torch gets wrong, drops, or lacks."""
-    # With `linear`, only that by the cotangents is taken.
+    # `linear` passes take the derivative by the cotangents alone.
     once = set(filter(_is_once_differentiable, user_functions(below.kinds)))
     if not once and not may_be_wrong(below.kinds):
         return
@@ -238,7 +238,7 @@ def refuse_undifferentiable(
         yield
 
 
-# What made a cotangent that a Function gets, and the leaf below it if that is no one's.
+# The node that made a cotangent of a Function, and the leaf below it if that is no one's.
 _Copy: TypeAlias = tuple[Node, Tensor | None]
 
 

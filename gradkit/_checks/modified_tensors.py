@@ -192,8 +192,8 @@ def variables_to_copy_inside(
     variables: Sequence[Tensor], functions: Iterable[Node]
 ) -> list[Tensor]:
     """Return the variables whose gradients have to be copied, where a pass ends at all of them."""
-    # Those with hooks of their own, which may write on the gradient before, and those below a
-    # custom Function, which may have made it by writing: there the version tells nothing.
+    # A variable's own hooks may write on the gradient before it is returned, and a custom Function
+    # above may have made it by writing: there the version tells nothing.
     if is_checked():  # also one that a hook keeps, to write on it later
         return [variable for variable in variables if variable.is_leaf or tensor_hooks(variable)]
     nodes = {child for node in functions for child, _ in node.next_functions if child is not None}
@@ -248,7 +248,7 @@ class _WriteCounter:
 
     def __init__(self, below: Subgraph) -> None:
         self._roots = Counter(edge(root)[:2] for root in below.roots)
-        # For each node its outputs in the forward pass, and the nodes that they are inputs of.
+        # The outputs of each node in the forward pass, and the nodes that they are inputs of.
         self._users: dict[Node, dict[int, list[Node]]] = {}
         for node in below.nodes:
             for child, number in node.next_functions:
@@ -280,7 +280,7 @@ class _WriteCounter:
                     return float("inf")
                 if name in _MAKE_NEW or user in seen:
                     continue
-                # It may hand on what it was given, with all that was written on it.
+                # The node may hand on what it was given, with all that was written on it.
                 seen.add(user)
                 outputs = self._users.get(user, {0: []})
                 stack += [((user, number), others) for number, others in outputs.items()]

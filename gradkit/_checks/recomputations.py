@@ -163,7 +163,7 @@ def _refuse_other_draws(frame: Frame, where: str) -> None:
         try:
             recompute(*args)
         finally:  # torch ends it by an exception where it has all that it needs
-            # One that sets a seed of its own draws the same as before.
+            # A function that sets a seed of its own draws the same as before.
             if rng.differ(before) and torch.initial_seed() == seed:
                 expected = "a checkpoint that draws the same random numbers when it recomputes"
                 got = f"one of {name} with preserve_rng_state=False, which draws others"
@@ -179,7 +179,7 @@ def _refuse_other_draws(frame: Frame, where: str) -> None:
 
 def _refuse_other_params(frame: Frame, call: Call) -> None:
     """Let a checkpoint raise if it recomputes with other parameters than its forward pass had."""
-    # As where torch.func.functional_call has put others into the module, and back since.
+    # torch.func.functional_call may have put others into the module, and back since.
     captured = captured_by(checkpoints.function_of(frame))
     params = {x for one in captured if isinstance(one, nn.Module) for x in one.parameters()}
     leaves = call.whole.leaves if params else {}
@@ -229,7 +229,7 @@ class _Reads(TorchFunctionMode):
         finally:
             saved = frame.weak_holders[first : checkpoints.recomputed_now(frame)]
             self.is_read |= any(id(holder()) in self._holders for holder in saved)
-        # What is made of them, as by the addition of a bias, counts as one of them.
+        # A tensor made of such tensors, as by the addition of a bias, counts as one of them.
         self._read |= {id(x): x for x in pytree.tensors(result) if x.requires_grad}
         return result
 

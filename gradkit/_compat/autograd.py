@@ -31,9 +31,9 @@ _log = getLogger(torch.autograd.graph.__name__)
 _engine: Any = torch.autograd.Variable._execution_engine
 # The type of the nodes that accumulate the gradient of a leaf tensor.
 AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
-# It takes an iterable of tensors; the one of torch.autograd.graph is a Python call more.
+# This one takes an iterable of tensors; that of torch.autograd.graph is a Python call more.
 increment_version: Callable[[Iterable[Tensor]], None] = torch._C._increment_version
-# How many nodes its thread had made before a node; the largest number for that of a leaf.
+# The number of nodes that its thread had made before a node; the largest number for a leaf's.
 sequence_number: Callable[[Node], int] = methodcaller("_sequence_nr")
 # The number that this thread's next node gets.
 next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
@@ -243,11 +243,11 @@ def unflatten_dense(flat: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
 @contextmanager
 def batched_mode() -> Iterator[int]:
     """Enter the mode in which the engine takes batched cotangents; yield the level of the batch."""
-    # What `is_grads_batched` of torch.autograd.grad does. Run on torch 2.13.
+    # torch.autograd.grad does this for `is_grads_batched`. Run on torch 2.13.
     entered: list[int] = []
 
     def end() -> None:
-        # In one line both, so that no interrupt comes in between. A level is at least 1.
+        # Both are in one line, so that no interrupt comes in between. A level is at least 1.
         _ = entered and entered.pop() and torch._C._vmapmode_decrement_nesting()
 
     with undone(end):
@@ -275,7 +275,7 @@ plain_attention: Callable[..., tuple[Tensor, Tensor]] = (
 @contextmanager
 def plain_recurrent_kernels() -> Iterator[None]:
     """Switch off the kernels for whole recurrent layers: no second derivative, and no batches."""
-    # Not by `torch.backends`: its flags may be frozen, and its contexts set others, too.
+    # `torch.backends` would not do: its flags may be frozen, and its contexts set others, too.
     put_cudnn, put_mkldnn = torch._C._set_cudnn_enabled, torch._C._set_mkldnn_enabled
     before = torch._C._get_cudnn_enabled(), torch._C._get_mkldnn_enabled()
     with undone(partial(put_cudnn, before[0])), undone(partial(put_mkldnn, before[1])):

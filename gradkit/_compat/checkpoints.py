@@ -61,7 +61,7 @@ del _twins, _by_others
 
 def frames_waiting() -> int:
     """Return how many checkpoints of this process wait to recompute."""
-    # Which modules import the class would count, too.
+    # The modules that import the class would count, too.
     return next(map(sys.getrefcount, RECOMPUTING)) - IDLE[0]
 
 

@@ -98,7 +98,7 @@ def replicas_of(tensors: Sequence[Any], *, now: bool = False) -> list[Distribute
 # Whether a DDP module is inside of its join(), and the parameters whose reduction it delays.
 is_joining: Callable[[DistributedDataParallel], bool] = attrgetter("_join_config.enable")
 delays_all_reduce: Callable[[Any], list[Tensor]] = attrgetter("_delay_all_reduce_params")
-# Its Python communication hooks, with their states.
+# The Python communication hooks of a DDP module, with their states.
 comm_hooks: Callable[[Any], list[tuple[Callable[..., Any], object]]] = attrgetter("_comm_hooks")
 
 
@@ -242,8 +242,8 @@ def mesh_of(leaf: Any) -> object:
 
 def torch_has_norm(leaves: Iterable[Any]) -> bool:
     """Return whether torch's norm is right: of plain tensors, or those of a line with this rank."""
-    # It mixes no meshes (https://github.com/pytorch/pytorch/issues/180346), may round otherwise on
-    # each rank of a grid, and is 0 on a rank outside of the mesh.
+    # torch's norm mixes no meshes (https://github.com/pytorch/pytorch/issues/180346), may round
+    # otherwise on each rank of a grid, and is 0 on a rank outside of the mesh.
     meshes: set[Any] = set(map(mesh_of, leaves))
     return len(meshes) < 2 and all(m is None or (m.ndim == 1 and has_rank(m)) for m in meshes)
 
@@ -283,14 +283,14 @@ def whole_sums(leaf: Any) -> Tensor:
 
 def full_tensor(leaf: Any) -> Tensor:
     """Return the whole tensor of a DTensor, which is a collective; any other tensor as it is."""
-    # To `item()` and `bool()`, a DTensor that is still to be summed over its ranks is this rank's
+    # `item()` and `bool()` of a DTensor that is still to be summed over its ranks give this rank's
     # part; the maximum of one with an empty shard fails on that rank while the others wait [M8].
     return cast("Tensor", leaf.full_tensor() if is_dtensor(leaf) else leaf)
 
 
 def replicated(leaf: Any) -> Tensor:
     """Return a DTensor of which each rank holds the whole; any other tensor as it is."""
-    # Only in some versions of torch is a copy of a partial sum the sum.
+    # A copy of a partial sum is the sum in some versions of torch only.
     if not is_dtensor(leaf):
         return cast("Tensor", leaf)
     from torch.distributed.tensor import Replicate

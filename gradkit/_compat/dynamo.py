@@ -65,7 +65,7 @@ def run_in_trace(function: F) -> F:
     return function
 
 
-# What says why something cannot be compiled: of a text of torch's, whether to say it of any.
+# These say why something cannot be compiled, given a text of torch's, and whether any text counts.
 explanations: list[Callable[[str, bool], str | None]] = []
 
 

@@ -16,9 +16,9 @@ from gradkit.errors import FreedGraphError, message
 
 Shape: TypeAlias = tuple[int, ...]
 
-# What torch says of a view that was one of several, of unbind, split or chunk, or of a Function.
+# torch's words for a view that was one of several, of unbind, split or chunk, or of a Function.
 WRITTEN_VIEW = "is a view and its base or another view of its base has been modified inplace"
-# What it says of saved tensors that were changed in place since.
+# torch's words for saved tensors that were changed in place since.
 CHANGED = ("modified by an inplace operation", WRITTEN_VIEW)
 
 
@@ -257,7 +257,7 @@ def any_released(nodes: Iterable[Node], names_of: Mapping[type, tuple[str, ...]]
                 elif saved.data is None:
                     if saved.unpack_hook is raise_freed:
                         return True
-                    # One with hooks is not unpacked: that could recompute a checkpoint.
+                    # A tensor with hooks is not unpacked: that could recompute a checkpoint.
                     if saved.unpack_hook is None:
                         # Raises if it is released; an optional one that was never saved is None.
                         getattr(node, name.replace("_raw_saved_", "_saved_"))
@@ -278,8 +278,8 @@ def raise_freed(_: object) -> NoReturn:
 
 def changed_since_saved(node: Node) -> tuple[str, str] | None:
     """Return the name of a saved tensor that was changed in place since, and torch's error."""
-    # It unpacks the tensor, which computes nothing: one with hooks, whose unpacking may recompute a
-    # checkpoint, is left alone. Run on torch 2.13.
+    # Reading unpacks the tensor, which computes nothing; one with hooks, whose unpacking may
+    # recompute a checkpoint, is left alone. Run on torch 2.13.
     for name in saved_names(type(node)):
         try:
             if all(getattr(one, "unpack_hook", None) is None for one in _raw(node, name)):

@@ -26,7 +26,7 @@ from gradkit._compat.undoing import INSIDE, undo_stack, undone
 TensorLists: TypeAlias = Sequence[Sequence[Tensor | None]]
 _functorch = torch._C._functorch
 _read = _functorch.get_interpreter_stack
-# By number: the attribute `name` of such an enumeration is looked up in a dictionary of all of it.
+# The names are kept by number: the attribute `name` of such an enumeration searches all of it.
 _TYPES: Any = _functorch.TransformType
 _KINDS = {int(kind): kind.name for kind in _TYPES.__members__.values()}
 
@@ -37,10 +37,10 @@ BATCH, FORWARD = "Vmap", "Jvp"
 # divided by the number of elements in Python, which may be 0.
 BATCH_FAILURES = (RuntimeError, ZeroDivisionError)
 
-# What torch.func's own grad and vjp call; torch.compile traces it as one operation, where it does
-# not trace torch.autograd.grad. Zeros for what is not reached.
+# torch.func's own grad and vjp call this; torch.compile traces it as one operation, where it does
+# not trace torch.autograd.grad. Its results are zeros for what is not reached.
 autograd_grad = eager_transforms._autograd_grad
-# What Function.apply calls inside transforms; modes see it, and the Function as its first argument.
+# Function.apply calls this inside transforms; the Function is the first argument that modes see.
 apply_function: Any = _custom_function_call
 # The transform level that a tensor belongs to: -1 for none, -2 for one that has ended.
 level_of: Callable[[Tensor], int] = _functorch.maybe_get_level
@@ -102,7 +102,7 @@ engine_calls = _Engine()
 
 def derivatives_around() -> tuple[str, ...]:
     """Return the transforms that are active, with a Grad for each function of eager code."""
-    # Those are the outermost ones: inside of a transform, a function gets a level of torch.func.
+    # Eager code is the outermost: inside of a transform, a function gets a level of torch.func.
     stack = transforms()
     stack = ("Grad",) * engine_calls.depth + stack if engine_calls.depth else stack
     if engine_calls.second_run is None:
@@ -156,7 +156,7 @@ def jvp_level() -> int:
 
 def recording_levels(tensor: Tensor) -> set[int]:
     """Return the transform levels that record a graph of a tensor; that of eager code is 0."""
-    # What vmap has batched says of itself that it does not require grad: the tensor inside may.
+    # A tensor that vmap has batched says that it does not require grad: the tensor inside may.
     recorded = (layer for layer in layers(tensor) if layer.requires_grad)
     return {level_of(layer) if is_transform_tensor(layer) else 0 for layer in recorded}
 
@@ -200,7 +200,7 @@ def innermost_mode() -> TorchFunctionMode | None:
 
 def slip_under_modes(mode: TorchFunctionMode) -> None:
     """Enter a mode as the outermost, but for that of the default device, which must be."""
-    # By its name: torch imports its module with the first default device.
+    # The mode is known by its name: torch imports its module with the first default device.
     first = [type(one).__name__ for one in function_modes()[:1]]
     _change_modes(lambda modes: modes.insert(first == ["DeviceContext"], mode))
 
@@ -393,8 +393,8 @@ def run_in_level(
     fn: Callable[[list[Tensor], int], TensorLists], point: Sequence[Tensor]
 ) -> list[list[Any]]:
     """Return the lists of tensors that a function of tensors gives in a new level of torch.func."""
-    # What `torch.func.vjp` does, without its trees, which take longer than a small pass. Not for
-    # torch.compile, which traces only that. Run on torch 2.13.
+    # The call is `torch.func.vjp` without its trees, which take longer than a small pass;
+    # torch.compile traces only torch's own. Run on torch 2.13.
     depth = len(_read() or ())
 
     def leave() -> None:
@@ -491,6 +491,6 @@ def _default_hooks_set_aside() -> Iterator[None]:
 
     with undone(put_back):
         while (hooks := default_hooks()) is not None:
-            # In one line both, so that no interrupt comes in between.
+            # Both are in one line, so that no interrupt comes in between.
             aside += (hooks, autograd._pop_saved_tensors_default_hooks())[:1]
         yield

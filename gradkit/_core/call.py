@@ -399,13 +399,13 @@ class Call:
     create_graph: bool = False
     weights: Sequence[Tensor] = ()  # of the losses: those that are part of the graph
     allowed: Collection[str] = ()  # kinds of nodes that raise otherwise: the caller sees to them
-    # Which nodes of Python Functions the graph could hold.
+    # The nodes of Python Functions that the graph could hold.
     functions: FunctionsAlive = field(default_factory=functions_alive)
     around: int | None = None  # see `circumstances`
     function_nodes: list[Node] | None = None  # see `modified_tensors`
     function_leaves: list[FunctionLeaves] | None = None  # of those nodes
     _graph: GraphView | None = None
-    # Not handed on by `replace`, which may give other passes.
+    # `replace` does not hand these on, as it may give other passes.
     _params: list[Params] | None = field(default=None, init=False)
     _whole: Subgraph | None = field(default=None, init=False)
 

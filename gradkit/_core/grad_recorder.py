@@ -78,8 +78,8 @@ class Recorders:
     """Recorders, one for each place of the graph."""
 
     def __init__(self) -> None:
-        # By where gradients arrive: a node, and the number of its output. An in-place operation
-        # gives its tensor others.
+        # Gradients arrive at a node, and a number of its outputs. An in-place operation gives its
+        # tensor others.
         self._by_arrival: dict[tuple[Node, int], GradRecorder] = {}
 
     def of(self, value: object, where: Callable[[], str]) -> GradRecorder:

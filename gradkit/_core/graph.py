@@ -96,7 +96,7 @@ def was_used_before_change(variable: Tensor, nodes: set[Node]) -> bool:
 
 def is_freed(loss: Tensor) -> bool:
     """Return whether the first node below `loss` that saves tensors has lost one."""
-    # This sees a loss that has been differentiated before, in a microsecond or two; not a graph
+    # The look sees a loss that has been differentiated before, in a microsecond or two; not a graph
     # that is freed further down, as a trunk shared with such a loss is.
     node = loss.grad_fn
     for _ in range(8):
@@ -152,8 +152,8 @@ class _FreedAfter:
 
 def avoid_recursion(nodes: list[Node], *, grows: bool = False) -> None:
     """Let long chains among nodes be freed without recursion; `grows`: each call sees a part."""
-    # One node in 64, picked at random, cuts each chain: not by their order, in which all those of
-    # one branch of a regular graph may stand at multiples of 64.
+    # One node in 64, picked at random, cuts each chain. In their order, all those of one branch of
+    # a regular graph may stand at multiples of 64.
     if grows or len(nodes) > _MOST_FREED_AT_ONCE:
         count = int(len(nodes) / _ONE_IN + _random.random())
         for picked in _random.sample(nodes, count) if count else ():
@@ -294,8 +294,8 @@ def nodes_executed(root: Tensor, leaves: Collection[int]) -> set[Node]:
 
 def kinds_in_short_pass(root: Tensor, ends: Collection[Node], most: int) -> set[type] | None:
     """Return the types of all nodes that a pass to these ends may execute; None if not sure."""
-    # That is, if there are more than `most`, or an end may be below another. The pass ends at
-    # leaves if there are no ends.
+    # The answer is not sure if there are more than `most`, or an end may be below another. The pass
+    # ends at leaves if there are no ends.
     top = root.grad_fn
     if top is None or top in ends:
         return None
@@ -423,8 +423,8 @@ class _Bounds:
         return not any(_LEADS_BACK in metadata(end) for end in self.ends)
 
     def _leads_to(self, top: Node, ends: Collection[Node]) -> bool:
-        # What has been looked through is marked, with all that is below: nothing that is made later
-        # is there, and each node of a long loop is looked at once.
+        # Nodes that were looked through are marked, with all that is below: nothing that is made
+        # later is there, and each node of a long loop is looked at once.
         seen, nodes = {top}, [top]
         if self._marks_are_valid and _LEADS_BACK in metadata(top):
             return False
@@ -507,8 +507,8 @@ class Subgraph:
 
     def leading_to(self, variables: Sequence[Tensor], extra: Sequence[Node] = ()) -> set[Node]:
         """Return the nodes that a pass executes for the gradients of some variables."""
-        # These are the nodes above a variable, or above one of the `extra` nodes. The variables'
-        # own nodes are not executed: the engine only captures there.
+        # The pass executes the nodes above a variable, or above one of the `extra` nodes. At the
+        # variables' own nodes the engine only captures.
         key = (*map(id, variables), *extra)
         if key not in self._leading:
             if self.leads_only_to(variables):  # each node leads to a leaf

@@ -117,7 +117,7 @@ def _written(nodes: list[ast.AST], unpacked: list[ast.AST]) -> Iterator[str]:
         elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
             outs.append(node.value)
         elif isinstance(node, ast.AugAssign):
-            outs.append(node.target)
+            outs += list(ast.iter_child_nodes(node))[:1]  # its target
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             if isinstance(node.value, ast.Name) and node.targets[0] not in unpacked:
                 outs.append(node.value)  # a second name

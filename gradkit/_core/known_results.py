@@ -148,7 +148,7 @@ def merged(base: Sequence[Any], where: Iterable[object], values: Iterable[Any]) 
 
 def attach(tensor: Tensor, sources: Sequence[Tensor], reason: str | None = None) -> Tensor:
     """Return a tensor that is constant in others; with a reason, its derivative raises that."""
-    # As in `Result.of`.
+    # `Result.of` applies its Function in the same way.
     apply: Any = _Constant.apply if transforms() else super(Function, _Constant).apply
     return cast("Tensor", apply(reason, tensor, *sources))
 

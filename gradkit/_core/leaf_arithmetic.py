@@ -140,7 +140,7 @@ def with_zeros(product: Tensor, present: Sequence[int], count: int) -> Tensor:
     """Return the products of all rows, from those of some; what is left is zero."""
     if len(present) == count:
         return product
-    # Not by a tensor of indices: the host would wait for its copy to the device.
+    # A tensor of indices would let the host wait for its copy to the device.
     for dim in (0, 1):
         lines = dict(zip(present, product.unbind(dim), strict=True))
         zeros = torch.zeros_like(lines[present[0]])

@@ -18,7 +18,7 @@ from gradkit._core import user_code
 from gradkit._core.pytree import Structure, spec_of_keys
 from gradkit.errors import OptionError, StructureError, describe, message
 
-# For each part in order: the names of its parameters, the number of its parts, and their names.
+# The names of the parameters of each part in order, the number of its parts, and their names.
 Keys: TypeAlias = list[str | int]
 _NO_PARTS = (0,)
 _NONE = frozenset({type(None)})
@@ -33,7 +33,7 @@ def list_distinct(module: nn.Module) -> tuple[list[Tensor], Structure, set[type]
     kept: tuple[int, ...] | None = None  # all
     tensors = every
     if len(set(map(id, every))) < len(every) or not _NONE.isdisjoint(map(type, every)):
-        # Without None, as the bias of a layer that has none; a tied parameter has its first name.
+        # None, a layer's missing bias, is left out; a tied parameter has its first name.
         first = dict(zip(map(id, reversed(every)), reversed(range(len(every))), strict=True))
         first.pop(id(None), None)
         kept = tuple(sorted(first.values()))

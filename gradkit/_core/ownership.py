@@ -107,7 +107,7 @@ def _written_arguments(func: Any) -> list[tuple[int, str]]:
     ]
 
 
-# Their schemas do not say that the running statistics are written to.
+# The schemas of these do not say that the running statistics are written to.
 _MISSING_FROM_SCHEMA = dict.fromkeys(
     ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm_update_stats",
      "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts"),
@@ -325,7 +325,7 @@ del _lone, _view, _bases
 
 def leave_inference_mode(*, record: bool = False) -> AbstractContextManager[object]:
     """Leave inference mode: a gradient made in it could not take part in autograd later [E6]."""
-    # With `record`, operations inside are recorded, as a function that is differentiated needs it.
+    # `record` has operations inside recorded, as a function that is differentiated needs it.
     if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
         return INSIDE
     return _left_inference_mode(record)

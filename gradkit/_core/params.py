@@ -55,7 +55,7 @@ class Params:
     @property
     def all_variables(self) -> bool:
         """Whether each leaf is a variable, and no other leaf's."""
-        # Not whether they are one list: torch.compile in torch 2.11 does not trace that.
+        # torch.compile in torch 2.11 does not trace whether two are one list.
         return len(self.variables) == len(self.leaves)
 
     @property

@@ -24,7 +24,7 @@ from gradkit._core.user_code import Cotangents, functions_alive, register_own_ho
 
 def with_zero_derivatives(grads: Iterable[Tensor | None], sources: Iterable[Tensor]) -> Grads:
     """Return gradients with the graphs of all that they were computed from."""
-    # Where one of them does not carry such a graph, its derivative there is zero.
+    # A gradient without such a graph has a derivative of zero there.
     graphs = [(source, recording_levels(source)) for source in sources]
     every = set().union(*(levels for _, levels in graphs))
     carriers = [source for source, levels in graphs if levels]

@@ -65,7 +65,7 @@ class Report:
         from rich.console import Group
         from rich.text import Text
 
-        # As Text, not as markup, which would take "[0]" for a style.
+        # Text is no markup, which would take "[0]" for a style.
         blocks = self._blocks()
         return Group(*(Text(f"{b}\n") if isinstance(b, str) else _rich_table(b) for b in blocks))
 

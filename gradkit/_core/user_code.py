@@ -78,8 +78,8 @@ def _contents(value: Any) -> list[Any]:
         own = value.__dict__
         if CAPTURED in own:
             return [own[CAPTURED]]
-        # What inspect.getclosurevars reads, in less time. Libraries refer to the caller's objects
-        # by closures only.
+        # This reads what inspect.getclosurevars does, in less time. Libraries refer to the caller's
+        # objects by closures only.
         of_library = str(value.__module__).partition(".")[0] in _LIBRARIES
         names = () if of_library else _names(value.__code__)
         read: list[Any] = []

@@ -41,7 +41,7 @@ class CopyOnWrite:
 
     def __init__(self, is_shared: Callable[[Tensor], bool]) -> None:
         self._may_be_shared = is_shared
-        # By memory: a tensor that was written on, which must stay alive, and its copy.
+        # A tensor that was written on, which must stay alive, and its copy, by memory.
         self._copies: dict[Any, tuple[Tensor, Tensor]] = {}
         self._own: set[int] = set()  # the storages of copies
         self._outdated: dict[int, Tensor] = {}  # by storage, what a copy has replaced
@@ -62,7 +62,7 @@ class CopyOnWrite:
         targets = list(filter(self._is_shared, written(func, args, kwargs)))
         operands = [self.value(x) for x in tensors_in((*args, *kwargs.values()))]
         for tensor in targets:
-            # Of statistics, autograd saves the values.
+            # autograd saves the values of statistics.
             self._make_writable(tensor, operands, anew=func in _STATISTICS)
         result = func(*self.current(args), **self.current(kwargs))
         for tensor in targets:

@@ -151,7 +151,7 @@ def set_grad(leaf: Tensor, grad: Tensor | None) -> None:
 
 def set_grads(leaves: Sequence[Tensor], grads: Iterable[Tensor | None]) -> None:
     """Set each `.grad` to this very gradient; torch raises if shape, dtype or device differ."""
-    # In one call, which no interrupt cuts in two.
+    # One call does it, which no interrupt cuts in two.
     deque(map(setattr, leaves, repeat("grad"), grads), 0)
 
 
@@ -209,7 +209,7 @@ def _copies_of_views(
     leaves: Sequence[Tensor], grads: Sequence[Tensor | None]
 ) -> list[tuple[Tensor, Tensor]]:
     """Return each `.grad` that may be overwritten through a buffer around it, and a copy."""
-    # Not one that is part of a leaf itself, which the block is to change.
+    # A `.grad` that is part of a leaf itself is left out: the block is to change it.
     bases = [(grad, grad._base) for grad in grads if grad is not None]
     views = [grad for grad, base in bases if base is not None]
     views = [grad for grad in views if not (grad.is_nested or overlaps_itself(grad))]

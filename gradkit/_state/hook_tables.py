@@ -23,9 +23,9 @@ class _HookTables:
     """The tables of hooks that the passes of one call have changed."""
 
     def __init__(self) -> None:
-        # By table: it, what it had before, the numbers of what the pass that runs has removed.
+        # A table, what it had before, what the running pass has removed; by its id.
         self._now: dict[int, tuple[_Table, _Table, set[object]]] = {}
-        # By table: it, and what the first pass to change it has removed, and added.
+        # A table, what the first pass to change it has removed, and added; by its id.
         self._first: dict[int, tuple[_Table, set[object], _Table]] = {}
 
     def note(self, table: _Table) -> set[object]:

@@ -36,8 +36,8 @@ _turns_changed = Condition()
 @contextmanager
 def alone() -> Iterator[None]:
     """Let no other thread into such a block."""
-    # One turn for all modules: of two threads that call modules inside of modules, each could wait
-    # for a lock that the other holds.
+    # All modules share one lock: of two threads that call modules inside of modules, each could
+    # wait for a lock that the other holds.
     if torch.compiler.is_compiling():
         yield
         return
@@ -209,7 +209,7 @@ class ModuleSnapshot:
                 if key == _OF_EVERY_MODULE[-1]:
                     break
                 own[key] = attributes[key]
-            # As long as its constructor begins with that of nn.Module, its own come last.
+            # A subclass's own come last if its constructor begins with that of nn.Module.
             if len(own) + len(_OF_EVERY_MODULE) != len(attributes):
                 own = {k: x for k, x in reversed(attributes.items()) if k not in _TORCHS}
             if not _PLAIN.issuperset(map(type, own.values())):
@@ -269,7 +269,7 @@ class ModuleSnapshot:
     @contextmanager
     def of_call(self) -> Iterator[_Changed]:
         """Put back what torch keeps in modules after a block, and the rest, too, if it raises."""
-        # It yields what gets the parts in which the block has changed more, if it does not raise.
+        # The block gets a list for the parts in which it has changed more, if it does not raise.
         is_restored, changed = False, list[Any]()
         try:
             try:
@@ -354,8 +354,8 @@ def _is_same_table(now: dict[str, Any], copy: dict[str, Any]) -> bool:
 
 def _restore(container: Any, copy: Any) -> None:
     """Give a container the objects that it had, in their order."""
-    # One with the same keys keeps its size, and is never empty: the caller, or another thread, may
-    # be iterating over it.
+    # A dict with the same keys keeps its size, and is never empty: the caller, or another thread,
+    # may be iterating over it.
     if isinstance(container, dict) and list(islice(container, len(copy))) == list(copy):
         container.update(copy)
         for key in list(islice(container, len(copy), None)):
@@ -384,7 +384,7 @@ class KeptState:
     def __init__(self, end: ExitStack, restore: _Restore) -> None:
         self._end, self._restore = end, restore
         self.snapshots: dict[int, ModuleSnapshot] = {}  # by id of a module
-        # By id of a module, the tensors that its calls have left, and the parameters of these.
+        # The tensors that calls of a module have left, and the parameters of these, by its id.
         self.made: dict[int, Made] = {}
         self.replaced: set[int] = set()  # the ids of parameters that calls had others for
         # The state of modules before a checkpoint has put other tensors into them.

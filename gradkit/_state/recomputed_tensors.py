@@ -26,8 +26,8 @@ Recompute = Callable[[], Tensor]
 
 # The ids of what makes such tensors: while one exists, passes with create_graph look for them.
 recomputed_tensor_sources: set[int] = set()
-# By storage: a view of a tensor is saved as part of it. The lives of Python's own objects differ
-# between processes, which must recompute the same tensors. A weak reference keeps the address.
+# Tensors are known by storage: a view is saved as part of it. The lives of Python's own objects
+# differ between processes, which must recompute the same. A weak reference keeps the address.
 _recomputed: dict[int, tuple[StorageWeakRef, torch.dtype, Recompute]] = {}
 
 

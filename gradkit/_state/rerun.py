@@ -278,7 +278,7 @@ class _StorageWrites(autograd.TorchDispatchMode):  # type: ignore[no-untyped-cal
             raise UnsupportedGraphError(message(where, expected, got, fix))
         written = written_tensors(func, args, kwargs)
         for tensor in written:
-            # Not of what is allocated inside, or copied already.
+            # Memory that is allocated inside, or was copied already, needs no copy.
             if tensor.layout == torch.strided and autograd.storage_key(tensor) not in self._known:
                 self._known.add(autograd.storage_key(tensor))
                 storage = tensor.untyped_storage()
@@ -311,7 +311,7 @@ def what_first_run_made() -> Callable[[Tensor], bool] | None:
 @contextmanager
 def recording_writes() -> Iterator[None]:
     """Run code that may write to memory from outside; a first run around it copies that before."""
-    # Not for what gradkit and torch compute by themselves: recording an operator takes longer than
+    # gradkit's and torch's own computations need none: recording an operator takes longer than
     # running a small one.
     writes = _writes_of_run.get()
     if writes is None:

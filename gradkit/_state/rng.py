@@ -18,7 +18,7 @@ _CPU = torch.device("cpu")
 
 def states() -> States:
     """Return the states of the default generators: the CPU's, and those of every accelerator."""
-    # Of every one, as a function may draw on a device that none of its arguments is on.
+    # Every generator counts: a function may draw on a device that none of its arguments is on.
     every, kind = [_CPU], torch.accelerator.current_accelerator()
     if kind is None:
         return [(_CPU, torch.get_rng_state())]

@@ -49,7 +49,7 @@ def graphs_written_on(func: Any, args: Any, kwargs: Any) -> Written:
 
 def constants_written_on(func: Any, args: Any, kwargs: Any) -> Written:
     """Return the constants that an operator writes on, if it is given what has a graph."""
-    # This may be one of statistics; x.detach(), which the error names, is right for those.
+    # The operator may be one of statistics; x.detach(), which the error names, is right for those.
     constants = [x for x in pytree.tensors(written_arguments(func, args, kwargs)) if not varies(x)]
     is_given = constants and any(map(carries_graph, pytree.tensors((args, kwargs))))
     return [(x, None, None) for x in constants] if is_given else []

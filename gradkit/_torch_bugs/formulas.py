@@ -68,8 +68,8 @@ def linear_cross_entropy(operation: Operation, *args: Any, **kwargs: Any) -> Any
 
 def of_symmetric(operation: Operation, a: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Return a function of a symmetric matrix, whose tangent is made symmetric, too."""
-    # Its rules of reverse mode do that with the gradient; those of forward mode rely on it.
-    # What it does not read, of the other triangle, may be anything.
+    # The operation's rules of reverse mode do that with the gradient; those of forward mode rely on
+    # it. The other triangle, which it does not read, may hold anything.
     finite = a.where(a.isfinite(), 0) / 2
     half = finite + finite.mH
     symmetric = a.detach() + (half - half.detach())
@@ -90,7 +90,7 @@ def _by_reverse(operation: Operation, a: Tensor, *args: Any, **kwargs: Any) -> A
 
 def logcumsumexp(operation: Operation | None, input: Tensor, dim: int) -> Tensor:
     """Return what torch.logcumsumexp does."""
-    # Its gradient takes the logarithm of the cotangent, whose derivative at zero is lost; of its
+    # torch's gradient takes the logarithm of the cotangent, whose derivative at zero is lost; its
     # jvp: https://github.com/pytorch/pytorch/issues/196705
     if not input.dim():
         return input.clone()
@@ -102,7 +102,7 @@ def logcumsumexp(operation: Operation | None, input: Tensor, dim: int) -> Tensor
     sums = sums.masked_fill(sums == least, -torch.inf).movedim(-1, dim).contiguous()
     if not input.is_complex():
         return sums
-    # Which of the logarithms it is that the operation gives.
+    # The operation decides which of the logarithms it gives.
     return sums + 1j * (torch.logcumsumexp(input.detach(), dim) - sums.detach()).imag
 
 
@@ -279,7 +279,7 @@ def det(operation: Operation, *args: Any, **kwargs: Any) -> Tensor:
     return with_value(value, factor * _det_near_diagonal(near, least))
 
 
-# What is left of a matrix when so few rows are, is differentiated without a division.
+# A matrix with this many rows left, or fewer, is differentiated without a division.
 _FEW = 4
 
 
@@ -352,7 +352,7 @@ def prod(operation: Operation, input: Tensor, *args: Any, **kwargs: Any) -> Tens
 
 def _scaled(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return numbers of size about one, and the powers of two by which they are the given ones."""
-    # In whatever order they are multiplied, none overflows whose product does not.
+    # Whatever the order of the product, none overflows whose product does not.
     exponents = x.detach().abs().log2().round()
     exponents = torch.where(exponents.isfinite(), exponents, 0).clamp_min(-120)
     return x * (-exponents).exp2(), exponents

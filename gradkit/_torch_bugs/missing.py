@@ -111,7 +111,7 @@ def no_second(got: str, fix: str) -> Reason:
     return DIFFERENTIABLE, got, fix
 
 
-# Without dropout, it has a formula.
+# Attention without dropout has a formula.
 _ATTENTION = (
     "scaled_dot_product_attention with dropout by a fused kernel",
     "compute attention without it: attn_implementation='eager' for a model of transformers, or "

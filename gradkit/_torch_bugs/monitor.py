@@ -104,8 +104,8 @@ def all_are_monitors() -> bool:
 class OpMonitor(TorchFunctionMode):
     """Notes the operations of a function, and raises at those whose derivative would be wrong."""
 
-    # It sees what Python calls, and in `note_graph` what else a graph tells of: torch.jit.script,
-    # DisableTorchFunction and callbacks of torch's own functions leave nodes, too.
+    # The mode sees what Python calls, and `note_graph` what else a graph tells of:
+    # torch.jit.script, DisableTorchFunction and callbacks of torch's leave nodes, too.
 
     def __init__(
         self, *, per_sample: bool = False, writes: CopyOnWrite | None = None, more: int = 0
@@ -155,7 +155,7 @@ class OpMonitor(TorchFunctionMode):
 
     def run(self, watch: BeforeOperation, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Return what a function of eager code does, whose operations are noted, and watched."""
-        # What `noting` does, without its context managers, which take 8 us.
+        # `noting` does the same by context managers, which take 8 us.
         self._watch, before, compiles = watch, active_monitors(), compiles_scripted()
         self._is_outermost = not all_are_monitors()
 
@@ -287,7 +287,7 @@ class OpMonitor(TorchFunctionMode):
 
     def _constant(self, tensor: Tensor) -> Tensor:
         """Return a tensor without the tangents of the transforms around the function."""
-        # Not of one that the function has entered, whose own tangents count.
+        # Tangents of a level that the function itself has entered stay, and count.
         is_around = self._tangents_from <= level_of(tensor) <= self._level
         return tensor.detach() if is_around else tensor
 

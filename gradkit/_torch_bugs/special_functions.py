@@ -35,7 +35,7 @@ class Family:
 
     def at(self, n: int, x: Tensor) -> Tensor:
         """Return f_n(x), differentiable."""
-        # With tangents of its own: transforms around this one would lose theirs here.
+        # The rule has tangents of its own: transforms around this one would lose theirs here.
         rule = Rule(
             lambda saved, _, cotangents: [cotangents[0] * self.slope(n, saved[0])],
             lambda saved, tangents: [tangents[0] * self.slope(n, saved[0])],

@@ -29,8 +29,8 @@ from gradkit._torch_bugs.special_functions import SPECIAL_FUNCTIONS
 _swept = resources.files("gradkit._torch_bugs").joinpath("swept.json").read_text(encoding="utf-8")
 _found: dict[str, Any] = json.loads(_swept)
 SWEPT: list[str] = _found["releases"].split()  # the releases of torch that it was run on
-# Those in which operations are wrong, by the transforms around them ("Grad Jvp" is the derivative
-# of a jvp), and kinds of nodes, by the order of the derivative that `create_graph=True` gives.
+# The transforms around operations that are wrong under them ("Grad Jvp" is the derivative of a
+# jvp), and the kinds of nodes, by the order of the derivative that `create_graph=True` gives.
 OPERATIONS: dict[str, dict[str, str]] = _found["operations"]
 NODES: dict[str, dict[str, str]] = _found["nodes"]
 Stack: TypeAlias = tuple[str, ...]  # transforms, from the outermost
@@ -88,7 +88,7 @@ class Defect:
     issues: str = ""  # their numbers on torch's tracker; none if it is not reported
     fix: str = ""  # what an error says to write in its place
     formula: Callable[..., Any] | None = None  # what runs in its place, given the operation first
-    # Which calls are concerned, by the transforms of a row.
+    # Whether a call is concerned, by the transforms of a row.
     when: Callable[[OpCall, Stack], bool] = lambda call, stack: True
     # The transforms under which it is wrong where the sweep does not look: it tries operations that
     # have derivatives, at generic points.
@@ -112,7 +112,7 @@ class Defect:
         """Return whether the call is wrong, or will be with the transforms around it."""
         if self.formula and not self.drops and call.kwargs.get("out") is not None:
             return False  # torch raises
-        # What is around the monitored function may run a batched backward pass through it.
+        # A transform around the monitored function may run a batched backward pass through it.
         is_batched = not transforms.DERIVATIVES.isdisjoint(call.outer)
         is_batched |= self.formula is not None and transforms.BATCH in call.stack
         return any(
@@ -437,7 +437,7 @@ _every = [
 EVERY = {name: row for name, row in _every if row.stacks}
 EVERY_REFUSAL = {name: row for name, row in _every if row.fix}
 FORMULAS = {name: row.formula for name, row in _every if row.formula}
-# What this release gets wrong.
+# The rows that this release gets wrong.
 REFUSED = {name: row for name, row in EVERY_REFUSAL.items() if row.stacks}
 BY_FORMULA = {name: row for name, row in _every if row.formula and row.stacks}
 # The operations by all their names.
@@ -451,10 +451,10 @@ CALLS_OF_NODES = {
 }
 READERS = {node_type(kind): read for row in ROWS for kind, read in row.values.items()}
 
-# By the kind of node: of which order the derivative through it is wrong that eager passes record.
+# The order of the derivative through a node that is wrong in eager passes, by its kind.
 WRONG_ORDER = {kind: order for kind, rows in NODES.items() for order in wrong_here(rows)}
-# If it is the second: of what, and what to write in its place. None of these is reported; the third
-# derivatives of normalizations are: 186256 and 175754.
+# Second derivatives by what they are taken of, and what to write in its place. None is reported;
+# the third derivatives of normalizations are: 186256 and 175754.
 SECOND: dict[str, tuple[str, str]] = {
     "SparseCooTensorWithDimsAndTensorsBackward0": ("the values of a sparse tensor", _DENSE),
     "GeneratedBackwardFor_torch_nn__linear_cross_entropy_batch_chunked_defaultBackward": (

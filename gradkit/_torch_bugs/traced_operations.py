@@ -165,7 +165,7 @@ _TABLE_NAMES: dict[Any, str] = {
 }
 _TABLE_NAMES |= dict.fromkeys((torch.autograd.grad, autograd_grad), BACKWARD_PASS)
 _TABLE_NAMES |= {apply_function: FUNCTION, **dict.fromkeys(attention.OPERATIONS, ATTENTION)}
-# Of `**`, which torch.compile does not find among the keys of a dictionary.
+# torch.compile does not find those of `**` among the keys of a dictionary.
 _POW, IPOW = Tensor.__pow__, Tensor.__ipow__
 FUNCTIONAL = {functional.batch_norm, functional.instance_norm}
 

@@ -127,7 +127,7 @@ class GradSpec(NamedTuple):
 
     def zeros(self) -> Tensor:
         """Return a gradient of zeros."""
-        # On "cuda" without an index: the device that torch.cuda.set_device has chosen.
+        # "cuda" without an index is the device that torch.cuda.set_device has chosen.
         if self.layout == torch.strided:
             return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         split = len(self.shape) - self.dense_dim
@@ -141,7 +141,7 @@ class GradSpec(NamedTuple):
         return f"{with_article(kind)} tensor of shape {self.shape} on {self.device}{graph}"
 
 
-# One for each gradient, of one rank or agreed by all; None where there is no gradient.
+# One description for each gradient, of one rank or agreed by all; None where there is none.
 Specs: TypeAlias = tuple[GradSpec | None, ...]
 
 
@@ -170,7 +170,7 @@ def _dense_specs(
     return tuple(None if none else next(present) for none in absent or (False,) * count)
 
 
-# What must be the same on all ranks, by name.
+# Facts that must be the same on all ranks, by name.
 RankInvariants: TypeAlias = tuple[tuple[str, Hashable], ...]
 
 
@@ -199,7 +199,7 @@ def agree_or_raise(
     group: Group, read: Callable[[], tuple[_T, Description]], *, same_reach: bool = False
 ) -> tuple[_T, Agreement]:
     """Return the checked input of `read`, and what ranks agree on."""
-    # Where `read` raises, all ranks raise. `same_reach`: None on one rank must be None on all.
+    # All ranks raise where one `read` does. `same_reach`: None on one rank must be None on all.
     with failures_reported(group):
         ours, description = read()
     compared = description.invariants, description.specs

@@ -156,7 +156,7 @@ def add_to_replicas(params: PyTree, read_pairs: Callable[[], _Pairs]) -> _Pairs:
         modules = distributed.replicas_of(read_params(params, allow_distributed=True).variables)
     if not modules:
         return read_pairs()
-    # Not through DDP's reducers: they reduce once after each forward pass, and otherwise silently
+    # DDP's reducers are not used: they reduce once after each forward pass, and otherwise silently
     # leave the gradients local [M2].
     if not all(module.require_backward_grad_sync for module in modules):
         expected = "a DistributedDataParallel module that reduces"

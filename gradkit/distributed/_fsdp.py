@@ -38,7 +38,7 @@ def run(
     call: DistributedCall, modules: Sequence[nn.Module], *, reduced: bool = True
 ) -> tuple[PassResult, Params]:
     """Return what FSDP's backward passes leave in `.grad`, and the sharded params."""
-    # Not `reduced`: the gradients of this rank's losses with respect to the whole parameters.
+    # `reduced=False`: the gradients of this rank's losses by the whole parameters.
     _refuse_former_fsdp(modules)
     states = distributed.states_of(modules)
     groups = distributed.groups_of(states)

@@ -50,7 +50,7 @@ from gradkit.errors import (
     message,
 )
 
-# Of stacks of gradients that are sent together: they are few in memory at once.
+# The size of stacks of gradients that are sent together: few are in memory at once.
 _BUCKET_BYTES = 4 * 2**20
 
 

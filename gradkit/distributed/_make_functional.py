@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 class CollectiveOrder:
     """The collectives that a rank has taken part in since the last call, as a number."""
 
-    # Without it, ranks with different graphs could swap parameters of one shape unnoticed.
+    # Ranks with different graphs could otherwise swap parameters of one shape unnoticed.
 
     count = digest = 0
 

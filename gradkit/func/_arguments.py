@@ -244,7 +244,7 @@ def copied(tensors: Sequence[Tensor], buffers: Sequence[Tensor] | None = None) -
     is_eager = not tensors or not torch.compiler.is_compiling()
     if is_eager or transforms() or any(tensor.requires_grad for tensor in tensors):
         return [tensor.clone() for tensor in tensors]
-    # By one operation for all: of several clones of one tensor, inductor makes one.
+    # One operation copies all: of several clones of one tensor, inductor makes one.
     into = [torch.empty_like(tensor) for tensor in tensors] if buffers is None else list(buffers)
     torch._foreach_copy_(into, list(tensors))
     return into

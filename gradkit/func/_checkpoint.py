@@ -275,7 +275,7 @@ class _Rerun:
         own = set().union(*map(levels.recording_levels, leaves))
         ids = {id(unbatched(leaf)) for leaf in leaves}
         for key, leaf in Subgraph(map(unbatched, outputs)).leaves.items():
-            # One that an operator of the run has made is its own: x.detach().requires_grad_().
+            # A leaf that an operator of the run has made is its own: x.detach().requires_grad_().
             if key not in ids and (transforms() or not self._state.made(leaf)):
                 raise UnsupportedGraphError(_unseen(leaf))
         for output in outputs:

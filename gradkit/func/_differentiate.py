@@ -101,8 +101,8 @@ def own_code() -> AbstractContextManager[object]:
 
 def _adds_up_right(arguments: Arguments, create_graph: bool | None) -> bool:
     """Return whether the uses of each variable are added up in its `grad_dtype`."""
-    # Those of a view, which stands for a variable of whose graph the results are to be a part, are
-    # added up in its own dtype.
+    # The uses of a view, which stands for a variable whose graph the results are to be a part of,
+    # are added up in its own dtype.
     variables = arguments.variables
     return (
         create_graph is False

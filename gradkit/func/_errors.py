@@ -185,7 +185,7 @@ _MODULE_IS_A_DICT = (
 _DIFFERENTIABLE = "what torch.func can differentiate"
 _EAGERLY = "compute the losses eagerly: gradkit.value_and_grads(losses, params)"
 _SETUP_CONTEXT = "setup_context"
-# Of one distribution, and the pathwise derivative of a Gamma is one that torch.func has.
+# Both are of one distribution, and the pathwise derivative of a Gamma is one that torch.func has.
 _OF_GAMMAS = (
     "; or sample Gammas, g = torch.distributions.Gamma(concentration, 1.0).rsample(), of which "
     "g / g.sum(-1, keepdim=True) is a Dirichlet, and g[..., 0] / g.sum(-1) a Beta"
@@ -226,7 +226,7 @@ WRITES_ON_ARGUMENT = (
     "one that changes an argument in place",
     "change a copy: x = x.clone(); a module with inplace=True takes x.clone()",
 )
-# By parts of torch's text: what was expected, what came (torch's text if empty), what to do.
+# The expectation, what came (torch's text if empty), and what to do, by parts of torch's text.
 _KNOWN = {
     ("saved tensor hooks", "vmap over _NoopSaveInputs"): (  # the latter: a checkpoint in torch 2.11
         _DIFFERENTIABLE,
@@ -329,7 +329,7 @@ def _line_with(text: str, parts: Iterable[str]) -> str:
 
 _LONGEST = 300
 explanations.append(explain_compiled)
-# By parts of what torch.compile says, as in `_KNOWN`.
+# The same by parts of what torch.compile says.
 _COMPILED = {
     ("native::_fw_primal",): (
         "operations whose forward-mode derivative torch.compile traces",

@@ -122,7 +122,7 @@ class LevelPasses:
 
     def _keeps(self, roots: Sequence[Tensor], weights: Tensors) -> bool:
         """Return whether the gradients of a pass from these are to carry a graph."""
-        # Without one, what differentiates the gradients would take them for constants.
+        # A transform around would take gradients without a graph for constants.
         if self.option is not None:
             return self.option
         if self.level is None:

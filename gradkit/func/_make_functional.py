@@ -119,7 +119,7 @@ def functional(module: nn.Module) -> tuple[ModuleCall, Named, Named]:
     first_name = {id(buffer): name for name, buffer in reversed(own_buffers.items())}
     # A buffer that stands in the module under several names is given, and looked for, under all.
     every_name = {name: first_name[id(buffer)] for name, buffer in all_buffers.items()}
-    # Of one module under two names, functional_call gives back the module's own for the second.
+    # functional_call gives back the module's own for the second name of a module under two names.
     second_names = {
         name: first
         for name, first in every_name.items()

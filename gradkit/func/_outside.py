@@ -4,7 +4,7 @@ In a level of torch.func, torch refuses that by itself. The hooks that `fn` regi
 call, as they do with a level.
 """
 
-# This file stands apart from that of the call, which reads top to bottom.
+# This file stands apart from the call's, which reads top to bottom.
 
 from __future__ import annotations
 

@@ -67,9 +67,9 @@ Randomness: TypeAlias = Literal["error", "same", "different"]
 RANDOMNESS: tuple[Randomness, ...] = ("error", "same", "different")
 
 
-# Of one sample, or task: its gradients, and the tensors of aux.
+# A RunOne returns the gradients of one sample, or task, and the tensors of aux.
 RunOne: TypeAlias = Callable[..., tuple[list[Any], Tensors]]
-# Of a function of one sample, and the dimension of the batch in each tensor.
+# A OneByOne takes a function of one sample, and the dimension of the batch in each tensor.
 OneByOne: TypeAlias = Callable[..., RunOne]
 Dims: TypeAlias = list[int | None]  # by leaf, None for what is not batched
 

@@ -38,7 +38,7 @@ _REIMPLEMENTED: Mapping[type, Callable[..., Optimizer]] = {
     torch.optim.Adafactor: adafactor,
     torch.optim.Muon: muon,
 }
-# They choose the kernel, not the result.
+# These options choose the kernel, not the result.
 _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _REFUSED = {
     "LBFGS": "it evaluates the loss itself, in a closure, any number of times",

@@ -47,7 +47,7 @@ from gradkit.meta._optimizer import Optimizer, StateLists, check_grads, update
 
 def raised_where_it_would_take(error: Exception, fn: Callable[..., Any], *args: Any) -> bool:
     """Return whether a function of the caller's has raised, and runs with other arguments."""
-    # It is run with them, and everything is as before. Not for what gradkit has said by name.
+    # The run leaves everything as before. Errors of gradkit's name the cause already.
     if isinstance(error, errors.GradkitError) or transforms():
         return False
     try:
@@ -327,7 +327,7 @@ def _check_graph(loss: Tensor, variables: Tensors, *, create_graph: bool) -> Sub
     alive = user_code.functions_alive()
     if not loss.requires_grad or not (create_graph or any(alive) or user_code.hooks_registered()):
         return None
-    # Only this step: a walk through all steps before it would make the loop quadratic.
+    # The walk ends at this step: one through all steps before it would make the loop quadratic.
     nodes = [tensor.grad_fn or edge(tensor).node for tensor in variables]
     below = Subgraph([loss], stop=set(nodes))
     if alive.refused:
@@ -336,7 +336,7 @@ def _check_graph(loss: Tensor, variables: Tensors, *, create_graph: bool) -> Sub
         refuse_wrong_derivative(lambda: "the inner loss", variables, below)
     if user_code.hooks_registered() or (create_graph and holds_formulas(below)):
         return below
-    # Those that are alive may be the steps before this one.
+    # The Functions that are alive may be the steps before this one.
     return below if alive.users and user_code.user_functions(below.kinds) else None
 
 

@@ -393,7 +393,7 @@ def _exact(count: Any) -> Any:
 
 def _not_given(entry: Any, given: Sequence[Any]) -> Any:
     """Return an entry of a state, copied if it is a tensor that the rule was given for its leaf."""
-    # By `is`: torch.compile guards on each id() that it has asked for, and traces again.
+    # `is` compares: torch.compile guards on each id() that it has asked for, and traces again.
     if isinstance(entry, Tensor):
         for one in given:
             if entry is one:

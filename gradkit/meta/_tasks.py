@@ -136,7 +136,7 @@ def _over_ranks(
     """Return the sums over all ranks, and the number of their tasks, from one reduction."""
     from gradkit.distributed import all_reduce
 
-    # By name: of the params that some ranks have frozen, others of one shape may take the place.
+    # Names tell them apart: others of one shape may take the place of those that are frozen.
     dtype = torch.promote_types(totals[0].dtype, torch.float32)  # half precision cannot count
     number = torch.tensor(float(count), dtype=dtype, device=totals[0].device)
     has_graph = any(total.requires_grad for total in totals)

@@ -345,7 +345,7 @@ class History(Report):
         rows = [row for row in range(last + 1) if row & (row - 1) == 0 or row == last]
         steps = [str(self.steps[row]) for row in rows]
         norms = {name: [f"{of[row]:.3g}" for row in rows] for name, of in self.norms.items()}
-        # Of many pairs, those with the lowest mean cosine.
+        # The pairs with the lowest mean cosine are shown, if there are many.
         worst = sorted(self.cosines, key=lambda pair: mean(self.cosines[pair]))[:_MAX_PAIRS]
         cosines = {
             " · ".join(pair): [_cosine_cell(values[row], "green") for row in rows]

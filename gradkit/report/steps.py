@@ -107,7 +107,7 @@ class Step:
     def losses(self, tree: PyTree = None) -> Losses:
         """Call the function, on the params themselves unless a tree like them is given."""
         params = (self.tree if tree is None else tree,) if self.takes_params else ()
-        # It may write on arguments that do not require grad.
+        # The function may write on arguments that do not require grad.
         args = pytree.map_tensors(lambda x: x if x.requires_grad else x.clone(), self.args)
         return read_losses(self.fn(*params, *args), scalar=True)
 

@@ -104,7 +104,7 @@ def _check_batch(leaves: Sequence[Leaf], spec: Structure, batch_dims: int) -> No
 
 
 def _norms_of_samples(dense: list[Tensor], batch_dims: int) -> Tensor:
-    # Not by reshape: a batch may be empty, and a leaf a number for each sample.
+    # reshape would not do: a batch may be empty, and a leaf a number for each sample.
     rows = [leaf.unsqueeze(-1).flatten(batch_dims) for leaf in dense]
     norms = [torch.linalg.vector_norm(row, dim=-1) for row in rows]
     result: Tensor = torch.linalg.vector_norm(torch.stack(to_common_dtype(norms), -1), dim=-1)
