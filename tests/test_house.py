@@ -229,6 +229,14 @@ def test_the_package_is_within_its_budget(device: torch.device) -> None:
     assert total["lines"] <= house.LINES
 
 
+def test_a_call_opens_few_functions(device: torch.device) -> None:
+    """`python -m tests.house` prints this table, too."""
+    most = {name: [functions, files] for name, (_, functions, files) in house.CALLS.items()}
+    counts = house.run_alone()
+    more = {name: n for name, n in counts.items() if n[0] > most[name][0] or n[1] > most[name][1]}
+    assert not more, f"{more}, at most {most}"
+
+
 def test_a_file_is_neither_long_nor_short_without_a_reason(device: torch.device) -> None:
     files = [*PACKAGE.rglob("*.py"), *TOOLS.glob("*/gradkit_*/**/*.py")]
     lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in files}

@@ -140,8 +140,8 @@ def run_engine(*arguments: Any, accumulate: bool = False) -> tuple[Tensor | None
     """Run the engine: outputs, cotangents, retain_graph, create_graph, inputs, allow_unused."""
     # What torch.autograd.grad and backward do once they have read their arguments, which takes them
     # 13 us and 0.5 us an input. Plain tensors only. In between torch has a function that logs each
-    # node when asked, and passes context variables on to the threads of devices: 6 us where the
-    # caches are cold.
+    # node when asked, and passes context variables on to the threads of devices, 6 us where the
+    # caches are cold: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/autograd/graph.py#L966
     on_device = _may_have_device_threads(backend_registration._privateuse1_backend_name)
     run = _engine_run_backward if on_device or _log.isEnabledFor(DEBUG) else _engine.run_backward
     grads: tuple[Tensor | None, ...] = run(*arguments, accumulate_grad=accumulate)
@@ -243,7 +243,8 @@ def unflatten_dense(flat: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
 @contextmanager
 def batched_mode() -> Iterator[int]:
     """Enter the mode in which the engine takes batched cotangents; yield the level of the batch."""
-    # torch.autograd.grad does this for `is_grads_batched`. Run on torch 2.13.
+    # torch.autograd.grad does this for `is_grads_batched`:
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/autograd/__init__.py#L577
     entered: list[int] = []
 
     def end() -> None:

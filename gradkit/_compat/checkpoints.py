@@ -26,7 +26,8 @@ Frame: TypeAlias = Any
 _FRAME: type = torch.utils.checkpoint._CheckpointFrame
 CHECKPOINT_MODULE: str = _FRAME.__module__
 # By the name of a determinism check: what makes, of each tensor that a checkpoint saves, something
-# that torch compares with what it makes of the tensor that is recomputed.
+# that torch compares with what it makes of the tensor that is recomputed:
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/checkpoint.py#L905
 determinism_checks: dict[str, Callable[[Tensor], Any]] = (
     torch.utils.checkpoint._allowed_determinism_checks_to_fns
 )

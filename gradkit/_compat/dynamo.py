@@ -40,8 +40,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def disable_compile(function: F) -> F:
     """Let a compiled function call this one as it is, and all that it calls."""
-    # torch.compile would take apart its frames one by one, in seconds and for nothing. What
-    # `torch.compiler.disable` does, but it would import the compiler, and cost each call a wrapper.
+    # torch.compile would take apart its frames one by one, in seconds and for nothing. torch's own
+    # `disable` would import the compiler, and cost each call a wrapper:
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/compiler/__init__.py#L250
     marked: Any = function
     marked._torchdynamo_disable = True
     marked._torchdynamo_disable_msg = _REASON

@@ -81,7 +81,8 @@ def steps_as_torch(instance: Any) -> bool:
 
 
 _torchs_steps: set[Any] = set()  # those that have been looked at
-# Optimizer.__init__ makes it of the method: profile_hook_step(use_grad(method)).
+# Optimizer.__init__ makes it of the method, profile_hook_step(use_grad(method)):
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/optimizer.py#L567
 _WRAPPERS = "profile_hook_step.<locals>.wrapper", "_use_grad"
 
 
@@ -126,7 +127,8 @@ def scaler_put_back_on_error(scaler: GradScaler, instances: Sequence[Optimizer])
         else None
         for key in map(id, instances)
     }
-    # Where every .grad was None, unscale_() has unscaled nothing: as if it had not been called.
+    # Where every .grad was None, unscale_() has unscaled nothing, and a step would raise:
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/amp/grad_scaler.py#L475
     for key in before:
         if is_unscaled(scaler, key) and not states[key]["found_inf_per_device"]:
             del states[key]

@@ -394,7 +394,8 @@ def run_in_level(
 ) -> list[list[Any]]:
     """Return the lists of tensors that a function of tensors gives in a new level of torch.func."""
     # The call is `torch.func.vjp` without its trees, which take longer than a small pass;
-    # torch.compile traces only torch's own. Run on torch 2.13.
+    # torch.compile traces only torch's own:
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_functorch/eager_transforms.py#L388
     depth = len(_read() or ())
 
     def leave() -> None:

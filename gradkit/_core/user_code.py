@@ -250,7 +250,8 @@ def hooks_registered() -> bool:
     """Return False only if nothing in this process but gradkit has ever registered a hook."""
     # A hook that changes its gradient in place, g.clamp_(-1, 1), changes every gradient that shares
     # memory with it, and a hook that stores it stores a result. torch numbers the handles of hooks
-    # of all kinds; which tensors and modules have them cannot be seen from Python.
+    # of all kinds; which tensors and modules have them cannot be seen from Python:
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/hooks.py#L26
     return RemovableHandle.next_id > _own_hooks.count
 
 

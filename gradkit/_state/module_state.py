@@ -209,7 +209,8 @@ class ModuleSnapshot:
                 if key == _OF_EVERY_MODULE[-1]:
                     break
                 own[key] = attributes[key]
-            # A subclass's own come last if its constructor begins with that of nn.Module.
+            # A subclass's own come last if its constructor begins with that of nn.Module:
+            # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/modules/module.py#L482
             if len(own) + len(_OF_EVERY_MODULE) != len(attributes):
                 own = {k: x for k, x in reversed(attributes.items()) if k not in _TORCHS}
             if not _PLAIN.issuperset(map(type, own.values())):
@@ -463,7 +464,8 @@ def modules_put_back(modules: Sequence[nn.Module], *, hooks: bool = False) -> It
     """Put back all that a block assigns to modules, none of which another thread runs meanwhile."""
     # Otherwise what a forward pass computes from the tensors of a call would stay in the module: a
     # weight that a hook makes, a cache. And in a module that is part of another under two names,
-    # torch.func.functional_call leaves the tensors of the call as its parameters.
+    # torch.func.functional_call leaves the tensors of the call as its parameters:
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/utils/stateless.py#L99
     if torch.compiler.is_compiling():  # it rejects assignments that it cannot undo itself
         yield
         return
