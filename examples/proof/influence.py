@@ -152,8 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ratios = [outcome.groups[size] for outcome in outcomes]
         rows.append([f"the {size} most helpful, slope", over_seeds(ratios), ""])
     print(table([f"left out of {TRAIN} images", "here", "figure 2"], rows))
-    print("\nThe slope is the true change over the predicted one. In the source, a network with")
-    print("convolutions, which is at no minimum, has R = 0.86.")
+    print("\nThe slope is the true change over the predicted one.")
     print(
         "Fails: for many images that pull the same way. And the theory is of a minimum, where the"
     )
