@@ -17,8 +17,8 @@ ACCUMULATE = (
 )
 SEVERAL_BACKWARD = (
     "gradkit.value_and_grads([loss_a, loss_b], model) gives the sum in one pass, "
-    "gradkit.per_loss_grads each; a GAN: gradkit.simultaneous_grads; for the gradient of an input "
-    "x alone: _, grad = gradkit.value_and_grads(loss, x) in place of x.grad"
+    "gradkit.per_loss_grads each; for the gradient of an input x alone: _, grad = "
+    "gradkit.value_and_grads(loss, x) in place of x.grad"
 )
 CLOSURE = (
     "compute the gradients in the closure, gradkit.write_grads_(model, grads), and call "
@@ -102,8 +102,8 @@ class Advice:
 
     def otherwise(self) -> str:
         """Return how to give the gradients to code that reads or writes `.grad`."""
-        written = f"gradkit.write_grads_({self.optimizer}, grads)"
-        return f"{self.gradients()}; {written} in place of backward(), and the rest as it is"
+        added = f"gradkit.add_grads_({self.optimizer}, grads)"  # as backward() does
+        return f"{self.gradients()}; {added} in place of backward(), and the rest as it is"
 
     def for_statement(self, statement: Node, calls: Sequence[LoopCall]) -> str:
         """Return what to do with a statement between backward and step."""

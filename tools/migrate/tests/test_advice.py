@@ -41,7 +41,7 @@ def run():
 """
 BACKWARD = "loss.backward()\n"
 GRADS = "_, grads = gradkit.value_and_grads(loss, {})\n"
-WRITTEN = GRADS.format("optimizer") + "gradkit.write_grads_(optimizer, grads)\n"
+WRITTEN = GRADS.format("optimizer") + "gradkit.add_grads_(optimizer, grads)\n"
 INF_NORM = "clip_grad_norm_(model.parameters(), 0.1, norm_type=float('inf'))\noptimizer.step()"
 PARTS = "".join(f"clip_grad_norm_(model.{part}.parameters(), 0.1)\n" for part in ("body", "unused"))
 OVERFLOW = "loss = loss * (float('inf') if i == 3 else 1)\n"
@@ -63,6 +63,12 @@ loss = cross_entropy(model(x), y)
 adv = x + 0.1 * {}.sign()
 optimizer.zero_grad()
 loss = cross_entropy(model(adv.detach()), y)
+"""
+EVERY_OTHER = """if i % 2 == 0:
+    for x, y in batches[i : i + 2]:
+        loss = cross_entropy(model(x), y) / 2
+        {}
+        if i % 3: optimizer.step()
 """
 INPUT_GRAD = "_, grad = gradkit.value_and_grads(loss, x)"
 AFTER_ATTACK = """optimizer.zero_grad()
@@ -124,6 +130,11 @@ ADVISED = {
         "if i != 3:\n    loss.backward()\noptimizer.step()",
         r"different blocks",
         f"if i != 3:\n{indent(WRITTEN, '    ')}optimizer.step()",
+    ),
+    "every other backward call is stepped": (
+        EVERY_OTHER.format(BACKWARD.strip()),
+        r"different blocks",
+        EVERY_OTHER.format(WRITTEN.strip().replace("\n", "\n        ")),
     ),
     "the gradient of an input": (
         ATTACK.format("loss.backward()", "x.grad") + BACKWARD + "optimizer.step()",
