@@ -57,6 +57,11 @@ def rows(plan: Plan) -> Iterator[Row]:
         yield _row(plan, subject, what, "itself, not compiled", (ours, subject.ours))
         yield _row(plan, subject, what, f"{subject.against}, compiled", (ours, theirs))
     yield from compiled_steps.rows(plan, partial(_compiled, plan))
+    forces = _of_forces(plan)
+    torch._dynamo.reset()
+    calls = _compiled(plan, forces.ours), forces.theirs
+    what = f"{forces.what}, compiled by {_backend(plan)}"
+    yield _row(plan, forces, what, forces.against, calls)
 
 
 def _backend(plan: Plan) -> str:
@@ -101,6 +106,20 @@ def _of_a_loss(name: str, task: Function) -> Subject:
         against=functions.GRAD_AND_VALUE,
         ours=gradkit.func.value_and_grads(task.fn),
         theirs=grad_and_value(task.fn),
+        params=task.params,
+        build=lambda: (task.build(),),
+    )
+
+
+def _of_forces(plan: Plan) -> Subject:
+    width, depth, batch = (4, 2, 3) if plan.quick else (32, 3, 16)
+    task = models.layers(width, depth, batch, plan.device)
+    by = functions.of_forces(task)
+    return Subject(
+        what="energies and forces, func",
+        against=functions.BY_HAND,
+        ours=lambda _, batch: by["cut"].run(batch),
+        theirs=lambda _, batch: by["hand"].run(batch),
         params=task.params,
         build=lambda: (task.build(),),
     )

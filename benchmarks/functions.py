@@ -57,7 +57,7 @@ def rows(plan: Plan) -> Iterator[Row]:
             yield timed(call, BY_HAND, timings, ours="raw", theirs="hand", limit=None)
     width, depth, batch = (4, 2, 3) if plan.quick else (32, 3, 16)
     task = models.layers(width, depth, batch, plan.device)
-    timings = measure(_of_forces(task), plan.device, plan.effort)
+    timings = measure(of_forces(task), plan.device, plan.effort)
     for ours, limit in (("gradkit", 1.7), ("cut", 1.5), ("raw", None)):
         what = {"gradkit": "func", "cut": "func, create_graph=False", "raw": "torch.func"}[ours]
         call = f"energies and forces over hand, {what}"
@@ -130,7 +130,7 @@ def _over_hand(task: Function) -> dict[str, Side]:
     return _all_sides(task, hand, grad_and_value(by_torch), task.fn)
 
 
-def _of_forces(task: Function) -> dict[str, Side]:
+def of_forces(task: Function) -> dict[str, Side]:
     """Return the ways to the gradient of a loss of energies and forces."""
 
     def fit(energy: Tensor, slope: Tensor) -> Tensor:

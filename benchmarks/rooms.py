@@ -39,6 +39,7 @@ from benchmarks import (
     stepping,
     streaming,
     tasks,
+    tracing,
     training,
     unrolling,
     values,
@@ -74,6 +75,7 @@ ROOMS: dict[str, Callable[[Plan], Iterator[Row]]] = {
     "samples": samples.rows,
     "growth": growth.rows,
     "compiling": compiling.rows,
+    "tracing": tracing.rows,
     "instructions": instructions.rows,
 }
 

@@ -128,7 +128,7 @@ def show(value: float, unit: str) -> str:
         return f"{value:.2f}x" if value < 10 else f"{value:.1f}x"
     if unit == "B":
         return f"{value:,.0f} B"
-    if unit in ("modules", "collectives"):
+    if unit in ("modules", "collectives", "guards"):
         return f"{value:.0f} {unit}"
     digits = 3 if abs(value) < 1 else 2 if abs(value) < 100 else 1
     return f"{value:.{digits}f} {unit}"
