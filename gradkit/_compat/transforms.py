@@ -192,12 +192,6 @@ push_mode: Callable[[TorchFunctionMode], None] = _mode_stack._push_on_torch_func
 pop_mode: Callable[[], TorchFunctionMode] = _mode_stack._pop_torch_function_stack
 
 
-def innermost_mode() -> TorchFunctionMode | None:
-    """Return the mode that sees an operation first, if there is one."""
-    depth = count_function_modes()
-    return _mode_stack._get_function_stack_at(depth - 1) if depth else None
-
-
 def slip_under_modes(mode: TorchFunctionMode) -> None:
     """Enter a mode as the outermost, but for that of the default device, which must be."""
     # The mode is known by its name: torch imports its module with the first default device.
