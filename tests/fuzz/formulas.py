@@ -149,7 +149,8 @@ def draw_loss(rng: Random, formulas: dict[str, Fn]) -> tuple[str, Fn, Tensor, Te
     x, along, factors = torch.randn(3, 3, 3, generator=source, dtype=F64).unbind()
     x = x + 0.2 * x.sign()
     if name in MATRICES:
-        x = x.clamp(-1, 1) + 4 * torch.eye(3, dtype=F64)  # far from a singular one
+        # Far from a singular one; entries that were cut at 1 and -1 would give equal eigenvalues.
+        x = x.tanh() + 4 * torch.eye(3, dtype=F64)
     formula, scale = formulas[name], rng.choice((1.0, 0.5))
 
     def loss(x: Tensor) -> Tensor:
