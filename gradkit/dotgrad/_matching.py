@@ -13,12 +13,20 @@ from torch.optim import Optimizer
 
 from gradkit._checks.reachability import refuse_gathered
 from gradkit._compat.distributed import any_fully_sharded, is_dtensor
+from gradkit._compat.transforms import is_transform_tensor, transforms
 from gradkit._core import pytree
 from gradkit._core.leaf_arithmetic import same_values
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.params import Params, read_params
 from gradkit._core.pytree import PyTree, Structure
-from gradkit.errors import GradkitError, LeafTypeError, StructureError, describe, message
+from gradkit.errors import (
+    GradkitError,
+    LeafTypeError,
+    StructureError,
+    UnsupportedGraphError,
+    describe,
+    message,
+)
 
 _shape, _dtype, _device, _layout, _grad_dtype = map(
     attrgetter, ("shape", "dtype", "device", "layout", "grad_dtype")
@@ -65,9 +73,16 @@ def read_grad_leaves(params: Params, grads: PyTree) -> list[Any]:
     if isinstance(grads, OrderedDict):
         _refuse_state_dict(grads, "grads")
     try:
-        return pytree.flatten_up_to(params.spec, "params", grads, "grads")
+        by_leaf = pytree.flatten_up_to(params.spec, "params", grads, "grads")
     except GradkitError as error:
         raise (_known_mistake(params, grads) or error) from None
+    for index, grad in enumerate(by_leaf) if transforms() else ():
+        if isinstance(grad, Tensor) and is_transform_tensor(grad):
+            expected, got = "a gradient outside of torch.func's transforms", "one inside of them"
+            fix = "return the gradients from the function, and write them or step outside"
+            where = pytree.path(params.spec, index, "grads")
+            raise UnsupportedGraphError(message(where, expected, got, fix))
+    return by_leaf
 
 
 def _matched(params: Params, by_leaf: list[Any]) -> Pairs:
