@@ -267,6 +267,8 @@ def _raise_named(error: Exception, call: Call) -> None:
             )
     if reason:
         raise UnsupportedGraphError(message(where, *reason)) from error
+    if not isinstance(error, RuntimeError):
+        return
     refuse_checkpoint_error(error, where, call.outputs)
     if any(change in text for change in CHANGED):
         raise UnsupportedGraphError(modified_message(error, call)) from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from numbers import Real
@@ -78,21 +78,17 @@ def check_function(value: object, name: str = "fn", *takes: str) -> None:
         fix = "pass a function; for losses that exist: gradkit.value_and_grads(losses, params)"
         raise OptionError(message(name, "a function", describe(value), fix))
     called: Any = value.forward if isinstance(value, nn.Module) else value
-    if takes and not takes_arguments(called, len(takes)) and not torch.compiler.is_compiling():
-        expected, listed = f"a function that takes ({', '.join(takes)})", ", ".join(takes)
-        got = f"one that takes {inspect.signature(called)}"
-        raise OptionError(message(name, expected, got, f"{name}=lambda {listed}: ..."))
-
-
-def takes_arguments(fn: Callable[..., Any], count: int, *, unknown: bool = True) -> bool:
-    """Return whether a function can be called with this many arguments; `unknown` of C's."""
-    try:
-        inspect.signature(fn).bind(*[None] * count)
-    except TypeError:
-        return False
-    except ValueError:  # a function of C, such as torch.sign
-        return unknown
-    return True
+    if takes and not torch.compiler.is_compiling():
+        try:
+            inspect.signature(called).bind(*takes)
+        except ValueError:  # a function of C, whose arguments are not known
+            return
+        except TypeError as error:
+            listed, got = ", ".join(takes), f"one that takes {inspect.signature(called)}"
+            fix = f"{name}=lambda {listed}: ..."
+            raise OptionError(
+                message(name, f"a function that takes ({listed})", got, fix)
+            ) from error
 
 
 _WEIGHTING, _AGGREGATOR = "from [K, K] to K weights", "from [K, n] to a gradient [n]"

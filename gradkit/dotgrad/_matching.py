@@ -60,6 +60,12 @@ def _refuse_computed(params: Params) -> None:
 def match(params: Params, grads: PyTree, by_leaf: list[Any] | None = None) -> Pairs:
     """Return each leaf tensor once with its gradient, checked; `by_leaf`: those read before."""
     by_leaf = read_grad_leaves(params, grads) if by_leaf is None else by_leaf
+    for index, grad in enumerate(by_leaf) if transforms() else ():
+        if isinstance(grad, Tensor) and is_transform_tensor(grad):
+            expected, got = "a gradient outside of torch.func's transforms", "one inside of them"
+            fix = "return the gradients from the function, and write them or step outside"
+            where = pytree.path(params.spec, index, "grads")
+            raise UnsupportedGraphError(message(where, expected, got, fix))
     if plainly_match(params, by_leaf):
         return list(zip(params.variables, by_leaf, strict=True))
     try:
@@ -73,16 +79,9 @@ def read_grad_leaves(params: Params, grads: PyTree) -> list[Any]:
     if isinstance(grads, OrderedDict):
         _refuse_state_dict(grads, "grads")
     try:
-        by_leaf = pytree.flatten_up_to(params.spec, "params", grads, "grads")
+        return pytree.flatten_up_to(params.spec, "params", grads, "grads")
     except GradkitError as error:
         raise (_known_mistake(params, grads) or error) from None
-    for index, grad in enumerate(by_leaf) if transforms() else ():
-        if isinstance(grad, Tensor) and is_transform_tensor(grad):
-            expected, got = "a gradient outside of torch.func's transforms", "one inside of them"
-            fix = "return the gradients from the function, and write them or step outside"
-            where = pytree.path(params.spec, index, "grads")
-            raise UnsupportedGraphError(message(where, expected, got, fix))
-    return by_leaf
 
 
 def _matched(params: Params, by_leaf: list[Any]) -> Pairs:

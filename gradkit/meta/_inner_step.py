@@ -26,7 +26,7 @@ from gradkit._compat.autograd import with_function_modes
 from gradkit._compat.transforms import engine_calls, transforms
 from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree, user_code
-from gradkit._core.call import Losses, takes_arguments
+from gradkit._core.call import Losses
 from gradkit._core.graph import Subgraph, edge
 from gradkit._core.known_results import merged
 from gradkit._core.params import Grads, Tensors
@@ -82,15 +82,24 @@ def read_loss_and_buffers(
 
 def takes_outer_and_state(fn: object) -> bool:
     """Return whether a `grad_transform` takes three arguments, as a learned optimizer does."""
-    fits = [
-        count for count in (1, 3) if callable(fn) and takes_arguments(fn, count, unknown=count == 1)
-    ]
+    fits = [count for count in (1, 3) if callable(fn) and _takes(fn, count)]
     if len(fits) != 1:
         got = f"one that takes {inspect.signature(fn)}" if callable(fn) else describe(fn)
         expected = "a function that takes (grads), or one that takes (grads, outer, state)"
         fix = "grad_transform=lambda grads: fn(grads), or lambda grads, outer, state: ..."
         raise errors.OptionError(message("grad_transform", expected, got, fix))
     return fits == [3]
+
+
+def _takes(fn: Callable[..., Any], count: int) -> bool:
+    """Return whether a function can be called with this many arguments."""
+    try:
+        inspect.signature(fn).bind(*[None] * count)
+    except TypeError:
+        return False
+    except ValueError:
+        return count == 1  # a function of C, such as torch.sign
+    return True
 
 
 IsMade: TypeAlias = Callable[[Tensor], bool]  # whether an operator of the run has made a tensor

@@ -783,16 +783,17 @@ def test_functions_that_take_too_few_arguments(w: Tensor) -> None:
     with pytest.raises(gradkit.OptionError, match="params, buffers, outer, batch"):
         gradkit.meta.unroll(lambda w, _, x: w.sum(), w, batches, opt, buffers={"n": w.detach()})
     implicit: Any = gradkit.meta.implicit
+    mean_value_and_grads: Any = gradkit.meta.mean_value_and_grads
     with pytest.raises(gradkit.OptionError, match=r"solver: .*\n.*lambda params, outer: "):
         implicit(lambda w: w, lambda w, a: ((w - a) ** 2).sum())
     find = implicit(lambda w, a: a + 0 * w, lambda w, a: ((w - a) ** 2).sum())
     assert gradkit.value_and_grads(find(w.detach(), w).sum(), w)[1].tolist() == [1, 1]
     with pytest.raises(gradkit.OptionError, match=r"meta_loss_fn=lambda params, task: "):
-        gradkit.meta.mean_value_and_grads(lambda w: w.sum(), w, X)
+        mean_value_and_grads(lambda w: w.sum(), w, X)
 
 
 def test_clipped_gradients_in_a_transform_of_them(w: Tensor) -> None:
-    run = partial(gradkit.meta.unroll, lambda w, _, x: (w * w).sum() / 2, w, [0])
+    run: Any = partial(gradkit.meta.unroll, lambda w, _, x: (w * w).sum() / 2, w, [0])
     clip = gradkit.tree.clip_by_global_norm
     with pytest.raises(gradkit.LeafTypeError, match=r"max_norm\)\[0\]"):
         run(gradkit.meta.sgd(lr=1.0), grad_transform=lambda grads: clip(grads, 1.0))
