@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, NoReturn, TypeAlias
@@ -14,7 +14,7 @@ from gradkit._autograd.engine import number_of_a_pass
 from gradkit._compat.autograd import calling_thread, current_pass
 from gradkit._compat.dynamo import disable_compile
 from gradkit._compat.transforms import default_hooks
-from gradkit._compat.undoing import undo_stack, undone
+from gradkit._compat.undoing import block, undo_stack, undone
 from gradkit._core import pytree
 from gradkit._core.call import check_bool
 from gradkit._core.grad_recorder import GradRecorder, Recorders, observing, refuse_transforms
@@ -106,7 +106,7 @@ class RetainedGrads:
 
 
 @disable_compile
-@contextmanager
+@block
 def safe_retain(
     tensors: PyTree | nn.Module, names: str | Sequence[str] | None = None, *, inputs: bool = False
 ) -> Iterator[RetainedGrads]:

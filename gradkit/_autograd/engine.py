@@ -58,7 +58,7 @@ from gradkit._state.grad_attribute import grads_put_back, set_grads
 from gradkit._state.recomputed_tensors import recompute_hooks, recomputed_tensor_sources
 from gradkit._torch_bugs.missing import missing_derivative
 from gradkit._torch_bugs.node_formulas import differentiated_by_formula, holds_formulas
-from gradkit.errors import FreedGraphError, UnsupportedGraphError, message
+from gradkit.errors import FreedGraphError, UnsupportedGraphError, first_line, message
 
 
 def run_grad(
@@ -108,6 +108,7 @@ def run_grad(
         _raise_named(error, call)
         raise
     except (AttributeError, LookupError, TypeError) as error:
+        _raise_named(error, call)
         _raise_of_function(error, call)
         raise
     return _without_partial_sums(grads, inputs) if recomputed_tensor_sources else list(grads)
@@ -189,7 +190,7 @@ def run_backward(
                 run_engine(*arguments, True, accumulate=True)
             else:
                 torch.autograd.backward(outputs, seeds, *options, inputs=variables)
-        except RuntimeError as error:
+        except (RuntimeError, TypeError) as error:
             _raise_named(error, call)
             raise
 
@@ -239,7 +240,7 @@ def _grads_restored_on_error(call: Call) -> Iterator[None]:
         raise
 
 
-def _raise_named(error: RuntimeError, call: Call) -> None:
+def _raise_named(error: Exception, call: Call) -> None:
     """Raise gradkit's error for one of the engine's, if there is one."""
     text, where = str(error), call.losses.first_paths()
     if "through the graph a second time" in text:
@@ -257,11 +258,35 @@ def _raise_named(error: RuntimeError, call: Call) -> None:
     if _UNDER_BACKWARD in text:
         reason = only_backward()
     reason = reason or missing_derivative(error) or (without and _no_formula(without[1]))
+    for part, fix in _RETURNED.items():
+        if part in text:
+            reason = (
+                "Functions and hooks that return gradients of their inputs",
+                first_line(error),
+                fix,
+            )
     if reason:
         raise UnsupportedGraphError(message(where, *reason)) from error
+    if not isinstance(error, RuntimeError):
+        return
     refuse_checkpoint_error(error, where, call.outputs)
     if any(change in text for change in CHANGED):
         raise UnsupportedGraphError(modified_message(error, call)) from error
+
+
+# The errors of a Function's backward, or a hook, that returns something else than gradients.
+_RETURNED = {
+    "incorrect number of gradients": "return as many as forward has arguments, None for some",
+    "returned an invalid gradient": "return a gradient of the shape and dtype of that input",
+    "returned a gradient different than None": "return None for an argument that is no tensor",
+    "either the backward or vjp method": "give the Function a backward; or @once_differentiable",
+    "has changed the size of value": "return a gradient of the shape that the hook was given",
+    "has changed the type of value": "return a gradient of the dtype that the hook was given",
+    "returned an incorrect number of values": "return as many gradients as the hook was given",
+    "invalid number of grad_input": "return as many gradients as the hook has grad_input, or None",
+    "but hook returned": "return a gradient from the hook, or None to leave it as it is",
+    "no input requires gradient should always return": "return None from the hook",
+}
 
 
 def _raise_of_function(error: Exception, call: Call) -> None:

@@ -291,12 +291,14 @@ def batched(
     return buffer.result()
 
 
-def refuse_nested(params: Params) -> None:
+_PER_ELEMENT = "gradkit.per_loss_grads(list(loss.flatten()), params), a loss for each element"
+
+
+def refuse_nested(params: Params, fix: str = _PER_ELEMENT) -> None:
     """Raise for a nested tensor, whose gradients torch cannot stack: its rows differ in length."""
     for index, variable in enumerate(params.variables):
         if variable.is_nested:
             expected = "a tensor whose gradients, one for each element of a loss, can be stacked"
-            fix = "gradkit.per_loss_grads(list(loss.flatten()), params), a loss for each element"
             where = params.path(index)
             raise UnsupportedGraphError(message(where, expected, "a nested tensor", fix))
 

@@ -145,5 +145,5 @@ def read_jacobian_rows(
     call = Call(losses, losses.leaves, passes, allowed=allowed)
     check_call(call)
     refuse_pre_hooks(call)  # before a warning that a batched pass is not run
-    refuse_nested(params)
+    refuse_nested(params, "gradkit.tree.gram(gradkit.per_loss_grads(losses, params)), of scalars")
     return JacobianRows(call, params, allowed)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from threading import Lock, local
@@ -32,7 +31,7 @@ from gradkit._compat.checkpoints import Frame
 from gradkit._compat.distributed import local_tensor
 from gradkit._compat.nodes import IN_EVAL_MODE, kind_of_node, packed_tensors
 from gradkit._compat.transforms import engine_calls
-from gradkit._compat.undoing import INSIDE, undo_stack, undone
+from gradkit._compat.undoing import INSIDE, block, undo_stack, undone
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.user_code import captured_by, register_own_hooks
 from gradkit._state.module_state import alone
@@ -312,7 +311,7 @@ for _watching in (_of_process, _checked_forward(), recording) if _of_process is 
     _watching.enter_block("GRADKIT_CHECKED")
 
 
-@contextmanager
+@block
 def checked() -> Iterator[None]:
     """Watch the forward pass, writes on gradients, and steps without gradients; slow.
 

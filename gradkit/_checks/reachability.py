@@ -36,6 +36,8 @@ def refuse_no_variables(call: Call) -> None:
     got = "none: no tensor there requires grad"
     fix = "call requires_grad_() on the parameters before the forward pass; state_dict() and "
     fix += ".data are detached, so pass the module"
+    if not any(leaf is not None for one in call.passes for leaf in one.params.leaves):
+        got, fix = "none: no tensor there", "pass the module, or a tensor that requires grad"
     raise UnreachedParamError(message(where, expected, got, fix))
 
 

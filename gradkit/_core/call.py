@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -16,6 +17,7 @@ from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
 from gradkit._compat.distributed import cotangent_for
+from gradkit._compat.transforms import BATCH, transforms
 from gradkit._core import pytree
 from gradkit._core.grad_recorder import any_observers, observed_tensors
 from gradkit._core.graph import GraphView, Subgraph, is_leaf_node, refuse_lost_history
@@ -67,14 +69,26 @@ def check_optional_bool(name: str, value: object) -> None:
         check_option(name, value, (None, False, True))
 
 
-def check_function(value: object, name: str = "fn") -> None:
-    """Raise if what is to be differentiated is not a function."""
+def check_function(value: object, name: str = "fn", *takes: str) -> None:
+    """Raise if what is to be differentiated is not a function, or does not take these arguments."""
     if isinstance(value, type) and issubclass(value, nn.Module):
         expected, fix = f"a function, such as an instance of {value.__name__}", "make one"
         raise OptionError(message(name, expected, f"the class {value.__name__}", fix))
     if not callable(value):
         fix = "pass a function; for losses that exist: gradkit.value_and_grads(losses, params)"
         raise OptionError(message(name, "a function", describe(value), fix))
+    called: Any = value.forward if isinstance(value, nn.Module) else value
+    if takes and not torch.compiler.is_compiling():
+        try:
+            inspect.signature(called).bind(*takes)
+        except ValueError:  # a function of C, whose arguments are not known
+            return
+        except TypeError as error:
+            listed, got = ", ".join(takes), f"one that takes {inspect.signature(called)}"
+            fix = f"{name}=lambda {listed}: ..."
+            raise OptionError(
+                message(name, f"a function that takes ({listed})", got, fix)
+            ) from error
 
 
 _WEIGHTING, _AGGREGATOR = "from [K, K] to K weights", "from [K, n] to a gradient [n]"
@@ -276,6 +290,9 @@ def _advice_for_no_tensor(loss: object, returned: bool) -> str:
             return "return the loss, computed with it"
         is_criterion = isinstance(loss, nn.Module) and not any(True for _ in loss.parameters())
         return "call it, and pass the loss that it returns" if is_criterion else _LOSSES_FIRST
+    if loss is None:
+        first = "return the loss that fn computes" if returned else "leave it out"
+        return f"{first}; a constant as torch.tensor(0.0)"
     if not callable(loss):
         return "pass the tensor"
     if returned:
@@ -311,6 +328,10 @@ def require_graph(
 def _why_constant(losses: Losses, params: Sequence[Params]) -> str:
     """Return the message for losses without a graph, which names the params that are frozen."""
     frozen = [leaf for one in params for leaf in one.frozen_leaves()]
+    if BATCH in transforms():
+        got = "ones inside of torch.vmap, where tensors outside of it carry none"
+        fix = "gradkit.func.value_and_grads(fn)(params) in the place of the eager call"
+        return message(losses.first_paths(), "a loss that carries a graph", got, fix)
     if not frozen:
         return message(losses.first_paths(), "a loss that carries a graph", _CONSTANTS, _WITH_GRAPH)
     paths = ", ".join(frozen[:3]) + (", ..." if len(frozen) > 3 else "")

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from gradkit._compat import distributed
+from gradkit._compat.transforms import is_transform_tensor
 from gradkit._compat.undoing import INSIDE
-from gradkit.errors import LeafTypeError, describe, first_line, message
+from gradkit.errors import LeafTypeError, UnsupportedGraphError, describe, first_line, message
 
 # Sparse tensors of which one dimension is compressed: most operations do not take them.
 _COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
@@ -180,7 +181,7 @@ def _as_matrix(rows: Tensor) -> Tensor:
 def real_vector(leaf: Tensor) -> Tensor:
     """Return the leaf as a real vector, in float32 at least; a complex number is two entries."""
     # A shard alone does not align with those of other gradients.
-    flat = _dense(distributed.full_tensor(leaf)).reshape(-1)
+    flat = dense(distributed.full_tensor(leaf)).reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
     return flat.to(common_dtype(flat.dtype))
@@ -190,24 +191,25 @@ def stored_values(leaf: Tensor) -> Tensor:
     """Return the entries of a leaf as a dense tensor; of a sparse one, those that it stores."""
     if leaf.is_sparse:
         return leaf.coalesce().values()
-    return _dense(leaf)
+    return dense(leaf)
 
 
-def _dense(leaf: Tensor) -> Tensor:
-    if leaf.layout == torch.strided:
-        return leaf
-    if leaf.layout == torch.jagged:
-        expected, fix = "a dense or a sparse tensor", "pass tensor.values() in its place"
-        raise LeafTypeError(message("a leaf", expected, "a nested tensor", fix))
-    return leaf.to_dense()
+def dense(leaf: Tensor) -> Tensor:
+    """Return the entries of a leaf as a dense tensor: in its shape, or of a nested one in a row."""
+    if leaf.is_nested:  # its rows one after the other; a jagged one may hold others in between
+        return torch.cat([row.reshape(-1) for row in leaf.unbind()])
+    return leaf if leaf.layout == torch.strided else leaf.to_dense()
 
 
 def refuse_meta(leaves: Sequence[Tensor | None], path: Callable[[int], str]) -> None:
-    """Raise if a leaf, whose numbers are to be read, has none."""
+    """Raise if a leaf, whose numbers are to be read, has none, or those of a transform."""
     for index, leaf in enumerate(leaves):
         if leaf is not None and leaf.is_meta:
             fix = 'give it memory, and load it: model.to_empty(device="cpu")'
             raise LeafTypeError(message(path(index), "a tensor with values", describe(leaf), fix))
+        if leaf is not None and is_transform_tensor(leaf):
+            expected, fix = "a tensor outside of torch.func's transforms", "return it first"
+            raise UnsupportedGraphError(message(path(index), expected, "one inside of them", fix))
 
 
 def largest(leaves: Sequence[Tensor | None]) -> Tensor:
@@ -227,5 +229,13 @@ def from_real_vector(flat: Tensor, like: Tensor) -> Tensor:
     """Return the inverse of `real_vector`: a leaf with the shape and dtype of `like`."""
     if like.is_complex():
         flat = torch.complex(flat[::2], flat[1::2])  # view_as_complex wants an even offset
+    if like.is_nested:
+        return jagged_like(flat.reshape(like.values().shape).to(like.dtype), like)
     leaf = flat.reshape(like.shape).to(like.dtype)
     return distributed.sharded_like(leaf, like) if distributed.is_dtensor(like) else leaf
+
+
+def jagged_like(values: Tensor, like: Tensor) -> Tensor:
+    """Return a jagged tensor of these values, in rows of the same lengths as those of another."""
+    make = torch.nested.nested_tensor_from_jagged
+    return make(values, like.offsets(), like.lengths(), jagged_dim=like._ragged_idx)  # type: ignore[attr-defined]

@@ -237,7 +237,8 @@ def is_trained_leaf(leaf: object, where: Callable[[], str]) -> bool:
 
 def is_number_leaf(leaf: object, where: Callable[[], str]) -> bool:
     """Return whether a leaf is a variable of a function: a number, and no frozen parameter."""
-    fix = "pass it as an argument that argnums does not name: integers have no gradient"
+    fix = "integers have no gradient: leave it out, as an argument that argnums does not name, or "
+    fix += "as what fn refers to"
     return _is_variable(leaf, where, fix, plain_too=True)
 
 
@@ -255,7 +256,7 @@ _ADVICE: tuple[tuple[Any, str], ...] = (
     (str, "the tensor itself, and not its name; dict(model.named_parameters()), not its pairs"),
     (set | frozenset, "list(params): a set has no order"),
     (Callable, "call it: model.parameters(), not model.parameters"),
-    (Number, "torch.tensor(value), or leave it out"),
+    (Number, "torch.tensor(value), or leave it out; for optimizer.param_groups, the optimizer"),
     (object, "pass a tensor, or put None in its place"),
 )
 

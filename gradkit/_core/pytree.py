@@ -6,16 +6,17 @@ import re
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from itertools import repeat
+from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 
 from gradkit._compat.versions import require
 from gradkit._core.ownership import PLAIN_TYPES
-from gradkit.errors import StructureError, describe, message
+from gradkit.errors import StructureError, describe, message, with_article
 
 try:
     import optree
@@ -56,7 +57,12 @@ def flatten(tree: PyTree) -> tuple[list[Any], optree.PyTreeSpec]:
                     return leaves, spec_of_items(cast("Any", kind), len(leaves))
                 if _STRING.issuperset(map(type, tree)):
                     return leaves, spec_of_keys(tuple(tree))
-    return optree.tree_flatten(tree, none_is_leaf=True, namespace=_NAMESPACE)
+    try:
+        return optree.tree_flatten(tree, none_is_leaf=True, namespace=_NAMESPACE)
+    except RecursionError as error:
+        got = f"{with_article(type(tree).__name__)} that holds itself, or is nested too deeply"
+        fix = "leave out the item that refers to what it is in"
+        raise StructureError(message("a tree", "containers that end", got, fix)) from error
 
 
 class Plain(NamedTuple):
@@ -207,8 +213,11 @@ def as_known_tree(value: object, where: str) -> str | None:
         return f"{where}.loss"
     if isinstance(value, Mapping | ItemsView):
         return f"dict({where})"
-    if is_dataclass(value) and hasattr(value, "__dict__"):
+    if isinstance(value, SimpleNamespace) or (is_dataclass(value) and hasattr(value, "__dict__")):
         return f"vars({where})"
+    if is_dataclass(value) and not isinstance(value, type):  # of slots
+        names = (field.name for field in fields(value))
+        return f"{{{', '.join(f'{name!r}: {where}.{name}' for name in names)}}}"
     is_array = str(getattr(value, "dtype", "")) == "object"
     return f"list({where})" if is_array or isinstance(value, AbstractSet) else None
 

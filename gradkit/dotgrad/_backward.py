@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, cast
 
@@ -16,6 +15,7 @@ from gradkit._checks.eager_graph import check_backward, check_backward_to_leaves
 from gradkit._checks.reachability import refuse_cast_since_forward
 from gradkit._checks.recomputations import refuse_checkpoint_error
 from gradkit._compat.dynamo import disable_compile
+from gradkit._compat.undoing import block
 from gradkit._core import pytree
 from gradkit._core.call import Call, Pass, read_losses, read_pass_options, require_graph
 from gradkit._core.ownership import leave_inference_mode, own
@@ -137,7 +137,7 @@ class Captured:
 
 
 @disable_compile
-@contextmanager
+@block
 def capture_grads(params: PyTree) -> Iterator[Captured]:
     """Run code that accumulates into `.grad`, and return those gradients as a value.
 

@@ -13,12 +13,20 @@ from torch.optim import Optimizer
 
 from gradkit._checks.reachability import refuse_gathered
 from gradkit._compat.distributed import any_fully_sharded, is_dtensor
+from gradkit._compat.transforms import is_transform_tensor, transforms
 from gradkit._core import pytree
 from gradkit._core.leaf_arithmetic import same_values
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.params import Params, read_params
 from gradkit._core.pytree import PyTree, Structure
-from gradkit.errors import GradkitError, LeafTypeError, StructureError, describe, message
+from gradkit.errors import (
+    GradkitError,
+    LeafTypeError,
+    StructureError,
+    UnsupportedGraphError,
+    describe,
+    message,
+)
 
 _shape, _dtype, _device, _layout, _grad_dtype = map(
     attrgetter, ("shape", "dtype", "device", "layout", "grad_dtype")
@@ -52,6 +60,12 @@ def _refuse_computed(params: Params) -> None:
 def match(params: Params, grads: PyTree, by_leaf: list[Any] | None = None) -> Pairs:
     """Return each leaf tensor once with its gradient, checked; `by_leaf`: those read before."""
     by_leaf = read_grad_leaves(params, grads) if by_leaf is None else by_leaf
+    for index, grad in enumerate(by_leaf) if transforms() else ():
+        if isinstance(grad, Tensor) and is_transform_tensor(grad):
+            expected, got = "a gradient outside of torch.func's transforms", "one inside of them"
+            fix = "return the gradients from the function, and write them or step outside"
+            where = pytree.path(params.spec, index, "grads")
+            raise UnsupportedGraphError(message(where, expected, got, fix))
     if plainly_match(params, by_leaf):
         return list(zip(params.variables, by_leaf, strict=True))
     try:

@@ -26,6 +26,7 @@ from gradkit._state.grad_attribute import set_grads
 from gradkit.dotgrad._before_step import MUL, refuse_scaled
 from gradkit.dotgrad._kernels import step_by_kernels
 from gradkit.dotgrad._step import check_arguments, take_steps
+from gradkit.errors import LeafTypeError, StructureError, message
 
 
 class _Options(TypedDict, total=False):
@@ -92,6 +93,8 @@ def minimize_(
     Raises:
         GradkitError: As in `value_and_grads` and `step_`, before anything has changed. If a step
             itself raises, parameters and states are as its own `step()` leaves them.
+        LeafTypeError: A parameter is sparse, of a layout in which torch keeps no `.grad`.
+        StructureError: The list of optimizers is empty, or has one of them twice.
         OptionError: A loss comes from `scaler.scale` of any GradScaler, in a sum too; or
             `scaler.unscale_(optimizer)` has been called in this step.
 
@@ -105,6 +108,10 @@ def minimize_(
             return minimize_(optimizer, losses, **options)
     several = isinstance(optimizer, list | tuple)
     optimizers: list[Any] = [*optimizer] if several else [optimizer]  # type: ignore[misc]
+    if not optimizers or len(set(map(id, optimizers))) < len(optimizers):
+        expected, fix = "each optimizer once", "gradkit.minimize_([first, second], losses)"
+        got = "one of them twice" if optimizers else "an empty list"
+        raise StructureError(message("optimizer", expected, got, fix))
     for one in optimizers:
         check_arguments(one, None, losses, scaler, max_norm)
     if max_norm is not None:
@@ -140,6 +147,11 @@ def minimize_(
             return values
     own_params = [p for one in optimizers for group in one.param_groups for p in group["params"]]
     variables = params.variables
+    for index, (variable, grad) in enumerate(zip(variables, grads, strict=True)):
+        if grad is not None and grad.layout not in (variable.layout, torch.sparse_coo):
+            expected, got = "one whose .grad can be its gradient", f"one of {variable.layout}"
+            fix = "a parameter that is dense, or sparse of layout torch.sparse_coo"
+            raise LeafTypeError(message(params.path(index), expected, got, fix))
     assign = partial(set_grads, variables, grads)
     norm = take_steps(optimizers, own_params, variables, assign, scaler, max_norm)
     return values if max_norm is None else (values, norm)

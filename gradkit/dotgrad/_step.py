@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain, compress
 from operator import attrgetter, eq, is_, is_not, methodcaller
+from traceback import walk_tb
 from typing import Any, NoReturn
 
 import torch
@@ -28,7 +29,15 @@ from gradkit._state.grad_attribute import grads_put_back, set_grads, write_all
 from gradkit.dotgrad._before_step import check_scaler, look_at_states
 from gradkit.dotgrad._kernels import KERNELS, step_by_kernels
 from gradkit.dotgrad._matching import Pairs, match, path_of, read_grad_leaves, read_leaves, unique
-from gradkit.errors import OptionError, StructureError, UnsupportedOptimizerError, describe, message
+from gradkit.errors import (
+    GradkitError,
+    OptionError,
+    StructureError,
+    UnsupportedOptimizerError,
+    describe,
+    first_line,
+    message,
+)
 from gradkit.tree._norms import clip_by_global_norm
 
 _values: Callable[[dict[str, Any]], Iterable[Any]] = methodcaller("values")
@@ -191,12 +200,34 @@ def take_steps(
         # Not those of a scaler that may skip the step, which a fused step does unseen.
         is_marked = (scaler is None or is_fused) and not any(map(Tensor.is_inference, stepped))
         before = [*map(_version, stepped)] if is_marked else []
-        for step in steps:
-            step()
+        for step, optimizer in zip(steps, optimizers, strict=True):
+            try:
+                step()
+            except (RuntimeError, AssertionError) as error:
+                _raise_named(error, optimizer)
+                raise
         if is_marked:
             # Neither a fused step nor one that writes on .data tells the graphs from before it.
             increment_version([*compress(stepped, map(eq, before, map(_version, stepped)))])
         return norm
+
+
+def _raise_named(error: Exception, optimizer: Optimizer) -> None:
+    """Raise gradkit's error where torch refuses a step: of sparse gradients by Adam, say."""
+    *_, (frame, _) = walk_tb(error.__traceback__)
+    if isinstance(error, GradkitError) or not type(optimizer).__module__.startswith("torch.optim"):
+        return
+    if str(frame.f_globals.get("__name__")).startswith("torch."):  # none of a hook, or a wrapper
+        name, fix = type(optimizer).__name__, "an optimizer that takes them: torch.optim.SGD, say"
+        if any(group.get("differentiable") for group in optimizer.param_groups):
+            fix = "leave out differentiable=True; gradkit.meta's optimizers are differentiable"
+        elif any(group.get("capturable") for group in optimizer.param_groups):
+            fix = "leave out capturable=True, which is for CUDA graphs"
+        expected, got = (
+            "one that takes these gradients",
+            f"{name}, whose step says: {first_line(error)}",
+        )
+        raise UnsupportedOptimizerError(message("optimizer", expected, got, fix)) from error
 
 
 def _clip(params: list[Tensor], max_norm: float | Tensor) -> Tensor:
@@ -271,11 +302,21 @@ def check_arguments(
     if not all(isinstance(group, Mapping) and "params" in group for group in groups):
         _refuse(optimizer, "an optimizer whose param_groups are dicts with 'params', as torch's")
     _check_wrapper(optimizer, unscales_or_clips=not (scaler is None and max_norm is None))
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        expected = "one whose step() takes gradients as they are"
-        got = f"{type(optimizer).__name__}, whose step needs a closure that computes them anew"
-        fix = "with capture_grads(params): optimizer.step(closure)"
+    signature = inspect.signature(
+        optimizer.step
+    )  # of a scheduler's, with the self of what it calls
+    needed = [
+        name
+        for name, parameter in signature.parameters.items()
+        if parameter.default is parameter.empty and name != "self"
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    if needed:
+        expected, name = "one whose step() takes gradients as they are", type(optimizer).__name__
+        got, fix = f"{name}, whose step takes {', '.join(needed)}", "give these arguments defaults"
+        if "closure" in needed:
+            got = f"{name}, whose step needs a closure that computes them anew"
+            fix = "with capture_grads(params): optimizer.step(closure)"
         raise UnsupportedOptimizerError(message("optimizer", expected, got, fix))
 
 

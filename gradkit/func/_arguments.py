@@ -152,8 +152,8 @@ def read_arguments(
     )
     variables = flat.variables
     if not variables:
-        where = root if single else ", ".join(f"args[{position}]" for position in positions)
-        why = _why_none(args[positions[0]], positions)
+        where = root if single else ", ".join(f"{root}[{position}]" for position in positions)
+        why = _why_none(args[positions[0]], positions, by_number=root.startswith("args"))
         raise UnreachedParamError(message(where, "a tensor to differentiate", *why))
     # torch.compile cannot read `grad_dtype`, and in a transform the tensor is another one.
     is_plain = flat.only_leaves and not is_traced  # one attribute of all at a time takes no time
@@ -169,13 +169,14 @@ def read_arguments(
     return arguments
 
 
-def _why_none(first: object, positions: tuple[int, ...]) -> tuple[str, str]:
+def _why_none(first: object, positions: tuple[int, ...], *, by_number: bool) -> tuple[str, str]:
     is_empty_module = isinstance(first, nn.Module) and not list(first.parameters())
     if len(positions) == 1 and (isinstance(first, Iterator) or is_empty_module):
         return params.why_empty(first)
     return (
         "none (an empty tree, None, integers, or frozen parameters)",
-        "name the arguments with argnums, and leave one parameter unfrozen",
+        ("name the arguments with argnums, and " if by_number else "")
+        + "leave one parameter unfrozen",
     )
 
 
@@ -201,6 +202,8 @@ def _check_argnums(argnums: object) -> tuple[int, ...]:
         return numbers
     expected = "an int or a tuple of ints"
     fix = "argnums=0; the params go to the function that the call returns: value_and_grads(fn)(w)"
+    if argnums and isinstance(argnums, list | range) and all(type(n) is int for n in argnums):
+        fix = f"argnums={tuple(argnums)}"
     raise OptionError(message("argnums", expected, describe(argnums), fix))
 
 

@@ -46,8 +46,9 @@ def named_errors(run: Callable[[], R], *, nested: bool = False) -> R:
         return run()
     except BaseException as error:
         rng.restore(states)
-        if str(error).startswith("'dict' object ") and _takes_parameters(error):
-            got = f"a function that takes them for the module: {error}"
+        if _takes_parameters(error):
+            text = f"params[{error}]" if isinstance(error, KeyError) else str(error)
+            got = f"a function that takes them for the module: {text}"
             expected = "a function of a dict of parameters, as a module that is an argument is"
             raise LeafTypeError(message("fn", expected, got, _MODULE_IS_A_DICT)) from error
         if _FREED in str(error) and not isinstance(error, GradkitError):
@@ -104,7 +105,11 @@ def _module_of(frame: FrameType) -> str:
 
 
 def _takes_parameters(error: BaseException) -> bool:
-    """Return whether an error is of a function that has a dict of tensors."""
+    """Return whether an error is of a function that takes a dict of tensors for the module."""
+    # A ParameterList is a dict of strings, too.
+    is_index = isinstance(error, KeyError) and type(next(iter(error.args), None)) is int
+    if not (is_index or str(error).startswith("'dict' object ")):
+        return False
     *_, (frame, _) = walk_tb(error.__traceback__)
     dicts = (x for x in frame.f_locals.values() if type(x) is dict)
     return any(x and all(isinstance(v, Tensor) for v in x.values()) for x in dicts)
@@ -180,7 +185,8 @@ HOOKED_CONSTANT = "register a hook on a tensor that doesn't require gradient"
 _FREED = "Trying to backward through the graph a second time"
 _MODULE_IS_A_DICT = (
     "call torch.func.functional_call(model, params, (x,)) in fn, or what "
-    "gradkit.func.make_functional(model) gives; params['weight'], not params.weight"
+    "gradkit.func.make_functional(model) gives; params['weight'], not params.weight; "
+    "params['0'], not params[0]"
 )
 _DIFFERENTIABLE = "what torch.func can differentiate"
 _EAGERLY = "compute the losses eagerly: gradkit.value_and_grads(losses, params)"
@@ -359,7 +365,7 @@ def independent(where: str) -> DetachedLossError:
     expected = "a loss computed from the arguments that argnums names"
     got = (
         "one that does not depend on them: fn uses a module, or tensors, from outside, or cuts "
-        "the path (detach(), .data, .item(), no_grad, nn.Parameter(w))"
+        "the path (detach(), .data, .item(), no_grad, create_graph=False, nn.Parameter(w))"
     )
     fix = f"compute it from fn's own arguments: {_MAKE_FUNCTIONAL}"
     return DetachedLossError(message(where, expected, got, fix))

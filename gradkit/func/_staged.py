@@ -247,7 +247,7 @@ def staged_value_and_grads(
     """
     encoders, towers = pytree.flatten(encode)
     for index, encoder in enumerate(encoders):
-        options.check_function(encoder, pytree.path(towers, index, "encode"))
+        options.check_function(encoder, pytree.path(towers, index, "encode"), "params", "batch")
     options.check_function(loss, "loss")
     options.check_chunk_size(chunk_size)
     options.check_chunk_size(loss_chunk_size, "loss_chunk_size")

@@ -115,7 +115,7 @@ def implicit(
         Gradients", equation (6), https://arxiv.org/abs/1909.04630; Lorraine et al. 2020,
         algorithms 2 and 3, https://arxiv.org/abs/1911.02590
     """
-    check_function(solver, "solver")
+    check_function(solver, "solver", "params", "outer")
     kind, condition_of = _read_condition(inner_loss=inner_loss, root=root, fixed_point=fixed_point)
     if not callable(solve):
         check_option("solve", solve, ("auto", "cg", "gmres", "neumann"))
@@ -161,7 +161,7 @@ def _read_condition(**given: Callable[..., Any] | None) -> tuple[str, Callable[.
         expected, got = "one of inner_loss, root and fixed_point", f"{len(conditions)} of them"
         fix = "implicit(solver, inner_loss), implicit(solver, root=fn), or fixed_point=fn"
         raise errors.OptionError(message("inner_loss", expected, got, fix))
-    check_function(conditions[0][1], conditions[0][0])
+    check_function(conditions[0][1], conditions[0][0], "params", "outer")
     return conditions[0]
 
 

@@ -214,15 +214,29 @@ def initial_state(opt: Optimizer, leaves: Leaves) -> StateLists:
     }
 
 
+def _go_on(spec: Structure) -> str:
+    """Return the state that a `saved` state_dict of torch.optim is for params of this structure."""
+    # What torch's optimizer has no entry of, SGD the count of steps, is as at the start.
+    rows = "zip(tree, saved['state'].values())"
+    of_leaves = f"{spec.type and spec.type.__name__}(s.get(name, start) for start, s in {rows})"
+    if spec.type is None:
+        of_leaves = "saved['state'][0].get(name, tree)"
+    elif spec.type is dict:
+        of_leaves = f"{{key: s.get(name, tree[key]) for key, s in {rows}}}"
+    return f"{{name: {of_leaves} for name, tree in opt.init(params).items()}}"
+
+
 def read_state(opt: Optimizer, state: object, leaves: Leaves, spec: Structure) -> StateLists:
     """Open and check a state."""
     if not isinstance(state, Mapping) or set(state) != set(opt.entries):
         expected = f"a state of {opt.name}, with {', '.join(opt.entries) or 'no entries'}"
         got = str(list(state)) if isinstance(state, Mapping) else describe(state)
         fix = "state = opt.init(params)"
-        if isinstance(state, Mapping) and {"state", "param_groups"} <= set(state):  # of torch.optim
-            fix = "to go on from it, {name: dict(zip(params, (s[name] for s in saved['state']"
-            fix += ".values()))) for name in opt.init(params)}; to start anew, opt.init(params)"
+        is_live = isinstance(state, Mapping) and all(isinstance(key, Tensor) for key in state)
+        if isinstance(state, Mapping) and (is_live or {"state", "param_groups"} <= set(state)):
+            got = "one of torch.optim"
+            fix = f"to go on from it, {_go_on(spec)}; to start anew, opt.init(params)"
+            fix = f"saved = optimizer.state_dict(); {fix}" if is_live else fix
         raise errors.StructureError(message("state", expected, got, fix))
     columns = {
         name: pytree.flatten_up_to(spec, "params", state[name], f"state[{name!r}]")
@@ -409,6 +423,8 @@ def check_grads(leaves: Leaves, grads: Leaves, spec: Structure, root: str) -> No
         if not isinstance(leaf, Tensor) or not isinstance(grad, Tensor):
             name, got = (root, grad) if isinstance(leaf, Tensor) else ("params", leaf)
             expected, fix = "a tensor or None", "pass a tensor"
+            if type(got).__name__ == "ClippedGrads":
+                fix = "gradkit.tree.clip_by_global_norm(grads, max_norm)[0]: it returns a pair"
         elif not leaf.is_floating_point() and not leaf.is_complex():
             name, got = "params", leaf
             expected, fix = "a floating-point tensor", "give None as grad"

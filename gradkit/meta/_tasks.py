@@ -93,7 +93,7 @@ def mean_value_and_grads(
         Finn et al. 2017, "Model-Agnostic Meta-Learning", algorithm 1,
         https://arxiv.org/abs/1703.03400
     """
-    options.check_function(meta_loss_fn, "meta_loss_fn")
+    options.check_function(meta_loss_fn, "meta_loss_fn", "params", "task")
     options.check_bool("has_aux", has_aux)
     options.check_optional_bool("create_graph", create_graph)
     if tasks_at_once is not None and not options.is_positive_int(tasks_at_once):

@@ -130,7 +130,8 @@ def unroll(
         https://arxiv.org/abs/1703.03400; for the recomputation, Chen et al. 2016, "Training Deep
         Nets with Sublinear Memory Cost", https://arxiv.org/abs/1604.06174
     """
-    check_function(loss_fn, "loss_fn")
+    of_buffers = [] if buffers is None else ["buffers"]
+    check_function(loss_fn, "loss_fn", "params", *of_buffers, "outer", "batch")
     is_named = isinstance(memory, str) and memory in ("store", "recompute")
     if not (is_named or is_positive_int(memory)):
         expected = "'store', 'recompute' or a positive int"
@@ -168,8 +169,7 @@ def unroll(
         try:
             carry, losses, aux, between = _loop(run, carry, inputs, size, trajectory)
         except Exception as error:
-            of_buffers = [buffers] if has_buffers else []
-            args = [inner.tree(inner.variables), *of_buffers, outer, batches]
+            args = [inner.tree(inner.variables), *[buffers] * has_buffers, outer, batches]
             is_one = type(batches) in (list, tuple)
             if is_one and steps.raised_where_it_would_take(error, loss_fn, *args):
                 got = f"a {type(batches).__name__} that loss_fn takes as one of them"

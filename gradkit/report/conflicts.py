@@ -24,7 +24,7 @@ from gradkit._core.leaf_arithmetic import (
 )
 from gradkit._core.pytree import PyTree
 from gradkit._core.tables import Block, Report, Table, listed, plural, styled
-from gradkit.errors import LeafTypeError, StructureError, message
+from gradkit.errors import LeafTypeError, StructureError, describe, message
 from gradkit.report.charts import cosine_text, draw_cosines, draw_history, mean
 from gradkit.tree._per_loss import PerLossRows, read_per_loss_rows
 
@@ -285,8 +285,14 @@ class History(Report):
             conflicts: What `gradkit.report.conflicts` returned, always for the same losses.
 
         Raises:
+            LeafTypeError: `conflicts` is something else.
             StructureError: The losses are not those of the steps before.
         """
+        given: object = conflicts
+        if not isinstance(given, Conflicts):
+            fix = "history.add_(step, gradkit.report.conflicts(per_loss))"
+            what = describe(given)
+            raise LeafTypeError(message("conflicts", "what report.conflicts returns", what, fix))
         if self.steps and tuple(self.norms) != conflicts.losses:
             expected = f"the losses of the steps before, {', '.join(self.norms)}"
             fix = "use one History for each set of losses"

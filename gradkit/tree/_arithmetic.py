@@ -21,6 +21,7 @@ from gradkit._core.leaf_arithmetic import (
     ARITHMETIC_DTYPES,
     add_leaves,
     dot_leaves,
+    jagged_like,
     to_common_dtype,
     without_autocast,
 )
@@ -149,6 +150,10 @@ def _check_type(name: str, value: object, kind: type, fix: str) -> None:
 def _normal(like: Tensor, generator: torch.Generator | None) -> Tensor:
     if is_dtensor(like) and generator is None:
         return torch.randn_like(like)  # whose shards differ
+    if like.layout == torch.jagged:
+        return jagged_like(_normal(like.values(), generator), like)
+    if like.is_nested:
+        return torch.nested.as_nested_tensor([_normal(row, generator) for row in like.unbind()])
     numbers = torch.randn(like.shape, generator=generator, dtype=like.dtype, device=like.device)
     return sharded_like(numbers, like) if is_dtensor(like) else numbers
 
@@ -283,7 +288,8 @@ def group_alike(leaves: Sequence[Leaf]) -> dict[Any, list[int]]:
     for index, x in enumerate(leaves):
         if x is not None:
             mesh = None if type(x) in PLAIN_TYPES else getattr(x, "device_mesh", None)
-            key = x.device, x.dtype, x.layout, type(x), mesh
+            layout = "nested" if x.is_nested else x.layout
+            key = x.device, x.dtype, layout, type(x), mesh
             groups.setdefault(key, []).append(index)
     return groups
 
@@ -345,6 +351,9 @@ def stack(trees: Iterable[PyTree]) -> PyTree:
         raise StructureError(message("trees", expected, describe(trees), fix))
 
     def stacked(*row: Tensor) -> Tensor:
+        if any(x.is_nested for x in row):
+            fix = "a list of trees, or of padded tensors: torch.nested.to_padded_tensor(x, 0.0)"
+            raise LeafTypeError(message("trees", "tensors to stack", "nested ones", fix))
         return torch.stack([x.to_dense() for x in row])
 
     return _unflatten_rows(partial(apply_with_zeros, stacked), *aligned_leaves(named))
@@ -436,10 +445,18 @@ def _check_row(row: Sequence[Any], names: Sequence[str], spec: Structure, index:
             fix = "pass a tree of gradients, as gradkit's calls return it"
             raise LeafTypeError(message(path(name), "a tensor or None", describe(leaf), fix))
         like_name, like = present[0]
-        if leaf.shape != like.shape:
-            expected = f"the shape of {path(like_name)}, {tuple(like.shape)}"
+        shape, of_like = _shape_of(leaf), _shape_of(like)
+        if shape != of_like:
+            expected = f"the shape of {path(like_name)}, {of_like}"
             fix = "pass gradients of the same parameters"
-            raise StructureError(message(path(name), expected, f"{tuple(leaf.shape)}", fix))
+            raise StructureError(message(path(name), expected, f"{shape}", fix))
+
+
+def _shape_of(leaf: Tensor) -> tuple[Any, ...]:
+    """Return the shape of a tensor; of a strided nested one, which has none, those of its rows."""
+    if leaf.is_nested and leaf.layout == torch.strided:
+        return tuple(tuple(row.shape) for row in leaf.unbind())
+    return tuple(leaf.shape)
 
 
 def _unflatten_rows(

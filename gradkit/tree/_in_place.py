@@ -123,9 +123,11 @@ def _check_memory(x: Tensor, y: Leaf, operation: _InPlaceOperation, path: _Path)
             fix = "gradkit.tree.map(lambda x: x.to(device, dtype), other)"
             raise StructureError(message(path(operation.name), expected, describe(y), fix))
     may_be_sparse = operation.sparse and (y is None or y.layout == x.layout)
-    if x.layout != torch.strided and not may_be_sparse:
-        got = f"one of layout {x.layout}"
-        fix = "gradkit.tree.add; or gradkit.tree.map(torch.Tensor.to_dense, tree)"
+    is_dense = x.layout == torch.strided and not x.is_nested
+    if not (is_dense or (may_be_sparse and x.layout != torch.strided)):
+        got = "a nested one" if x.is_nested else f"one of layout {x.layout}"
+        fix = "gradkit.tree.add"
+        fix += "" if x.is_nested else "; or gradkit.tree.map(torch.Tensor.to_dense, tree)"
         raise StructureError(message(path("tree"), "a dense tensor", got, fix))
 
 

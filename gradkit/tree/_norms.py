@@ -14,7 +14,13 @@ from gradkit._compat.distributed import full_tensor, is_dtensor, torch_has_norm
 from gradkit._compat.transforms import in_dual_level, transforms
 from gradkit._core import pytree
 from gradkit._core.call import check_bool, check_number
-from gradkit._core.leaf_arithmetic import clip_factor, largest, stored_values, to_common_dtype
+from gradkit._core.leaf_arithmetic import (
+    clip_factor,
+    dense,
+    largest,
+    stored_values,
+    to_common_dtype,
+)
 from gradkit._core.params import DIFFERENTIABLE
 from gradkit._core.pytree import PyTree, Structure
 from gradkit.errors import LeafTypeError, OptionError, StructureError, describe, message
@@ -73,8 +79,8 @@ def global_norm(tree: PyTree, *, batch_dims: int = 0) -> Tensor:
     if not batch_dims:
         return _norm_of_leaves(leaves, foreach_takes(leaves))
     _check_batch(leaves, spec, batch_dims)
-    dense = [full_tensor(leaf).to_dense() for leaf in leaves if leaf is not None]
-    return _checked_norm(dense, partial(_norms_of_samples, batch_dims=batch_dims))
+    batches = [full_tensor(leaf).to_dense() for leaf in leaves if leaf is not None]
+    return _checked_norm(batches, partial(_norms_of_samples, batch_dims=batch_dims))
 
 
 def _norm_of_leaves(leaves: list[Any], are_alike: bool) -> Tensor:
@@ -252,7 +258,7 @@ def allclose(
     check_bool("equal_nan", equal_nan)
 
     def close(x: Tensor, y: Tensor) -> bool:
-        x, y = full_tensor(x).to_dense(), full_tensor(y).to_dense()
+        x, y = dense(full_tensor(x)), dense(full_tensor(y))
         dtype = torch.promote_types(x.dtype, y.dtype)
         x, y = x.to(dtype), y.to(x.device, dtype)
         return torch.allclose(x, y, rtol=rtol, atol=atol, equal_nan=equal_nan)

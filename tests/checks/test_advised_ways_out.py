@@ -6,6 +6,8 @@ import warnings
 from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -489,3 +491,408 @@ def test_explain_tells_a_value_that_was_detached(device: torch.device) -> None:
     verdicts = gradkit.report.explain((a.detach() * b).sum(), {"a": a, "b": b, "c": c}).verdicts
     statuses = {name: verdict.status for name, verdict in verdicts["loss"].items()}
     assert statuses == {"a": "detached", "b": "reached", "c": "not in the graph"}
+
+
+# --- parameters, trees and arguments of other kinds
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    w: Tensor
+    size: Tensor
+
+
+@pytest.mark.parametrize("make", [Slots, lambda w, size: SimpleNamespace(w=w, size=size)])
+def test_what_holds_tensors_as_attributes(w: Tensor, make: Callable[..., Any]) -> None:
+    params = make(w, w.detach().clone().requires_grad_())
+    with unchanged(w), pytest.raises(gradkit.LeafTypeError) as caught:
+        gradkit.value_and_grads(w.square().sum(), params)
+    advised = str(caught.value).partition("What to do: ")[2]
+    grads = gradkit.value_and_grads(w.square().sum(), eval(advised, {"params": params}))[1]
+    assert grads["w"].tolist() == [2, 4]
+    assert grads["size"] is None
+
+
+def test_a_tree_that_holds_itself(w: Tensor) -> None:
+    params: dict[str, Any] = {"w": w}
+    params["all"] = params
+    with pytest.raises(gradkit.StructureError, match=r"a dict that holds itself.*\n.*leave out"):
+        gradkit.value_and_grads(w.sum(), params)
+    del params["all"]
+    assert gradkit.value_and_grads(w.sum(), params)[1]["w"].tolist() == [1, 1]
+
+
+def test_items_of_a_parameter_list_in_fn(device: torch.device) -> None:
+    layers = nn.ParameterList([
+        nn.Parameter(torch.full((2,), n, device=device)) for n in (2.0, 3.0)
+    ])
+    with pytest.raises(gradkit.LeafTypeError, match=r"params\['0'\], not params\[0\]"):
+        func.value_and_grads(lambda params: (params[0] * params[1]).sum())(layers)
+    grads = func.value_and_grads(lambda params: (params["0"] * params["1"]).sum())(layers)[1]
+    assert grads["0"].tolist() == [3, 3]
+    with pytest.raises(KeyError, match="wieght"):  # a mistake of fn itself
+        func.value_and_grads(lambda params: params["wieght"].sum())(nn.Linear(2, 1))
+
+
+def test_argnums_in_a_list(w: Tensor) -> None:
+    call = partial(func.value_and_grads, lambda a, b: (a * b).sum())
+    with pytest.raises(gradkit.OptionError, match=r"do: argnums=\(0, 1\)$"):
+        call(argnums=[0, 1])(w, 2 * w)
+    assert [grad.tolist() for grad in call(argnums=(0, 1))(w, 2 * w)[1]] == [[2, 4], [1, 2]]
+
+
+def test_nothing_in_the_place_of_losses_and_params(w: Tensor) -> None:
+    with pytest.raises(gradkit.LeafTypeError, match=r"losses\['aux'\].*\n.*leave it out"):
+        gradkit.value_and_grads({"fit": w.sum(), "aux": None}, w)
+    assert gradkit.value_and_grads({"fit": w.sum()}, w)[1].tolist() == [1, 1]
+    with pytest.raises(gradkit.LeafTypeError, match="return the loss that fn computes"):
+        func.value_and_grads(lambda w: None)(w)
+    with pytest.raises(
+        gradkit.UnreachedParamError, match=r"got none: no tensor there\.\n.*the module"
+    ):
+        gradkit.value_and_grads(w.sum(), None)
+
+
+def test_integers_among_primals(w: Tensor) -> None:
+    count = torch.tensor([2, 3], device=w.device)
+    with pytest.raises(gradkit.LeafTypeError, match=r"primals\[1\].*\n.*what fn refers to"):
+        func.hvp(lambda w, n: (w**n).sum(), (w, count), (w, count))
+    tangents = torch.ones_like(w)
+    assert func.hvp(lambda w: (w**count).sum(), w, tangents)[1].tolist() == [2, 12]
+
+
+def test_groups_of_an_optimizer_as_params(w: Tensor) -> None:
+    optimizer = torch.optim.SGD([w], 0.1)
+    with pytest.raises(gradkit.LeafTypeError, match=r"for optimizer\.param_groups, the optimizer"):
+        gradkit.value_and_grads(w.sum(), optimizer.param_groups)
+    assert gradkit.value_and_grads(w.sum(), optimizer)[1][0].tolist() == [1, 1]
+
+
+# --- steps
+
+
+def test_each_optimizer_once(w: Tensor) -> None:
+    first, second = torch.optim.SGD([w], 0.1), torch.optim.SGD([w], 0.1)
+    for optimizers, got in (([], "an empty list"), ([first, first], "one of them twice")):
+        with unchanged(w), pytest.raises(gradkit.StructureError, match=got):
+            gradkit.minimize_(optimizers, w.sum())
+    gradkit.minimize_([first, second], w.sum())
+    torch.testing.assert_close(w.detach().cpu(), torch.tensor([0.8, 1.8]))
+
+
+class NeedsRate(torch.optim.SGD):
+    def step(self, lr: float) -> None:  # type: ignore[override]
+        super().step()
+
+
+class HasRate(torch.optim.SGD):
+    def step(self, lr: float = 0.1) -> None:  # type: ignore[override]
+        super().step()
+
+
+def test_a_step_that_takes_arguments(w: Tensor) -> None:
+    with (
+        unchanged(w),
+        pytest.raises(gradkit.UnsupportedOptimizerError, match=r"takes.*lr.*\n.*defaults"),
+    ):
+        gradkit.minimize_(NeedsRate([w], 0.5), w.sum())
+    gradkit.minimize_(HasRate([w], 0.5), w.sum())
+    assert w.tolist() == [0.5, 1.5]
+
+
+def test_a_step_that_torch_refuses(device: torch.device) -> None:
+    table = nn.Embedding(3, 2, sparse=True, device=device)
+    row = torch.tensor([1], device=device)
+    options: tuple[tuple[dict[str, Any], str], ...] = (
+        ({}, r"consider SparseAdam.*\n.*torch\.optim\.SGD"),
+        ({"differentiable": True}, r"leave out differentiable=True; gradkit\.meta"),
+    )
+    for options_of_adam, advice in options:
+        adam = torch.optim.Adam(table.parameters(), **options_of_adam)
+        with unchanged(table.weight):
+            with pytest.raises(gradkit.UnsupportedOptimizerError, match=advice):
+                gradkit.minimize_(adam, table(row).sum())
+            _, grads = gradkit.value_and_grads(table(row).sum(), table)
+            with pytest.raises(gradkit.UnsupportedOptimizerError, match=advice):
+                gradkit.step_(adam, table, grads)
+    for right in (torch.optim.SparseAdam, torch.optim.SGD):
+        before = table.weight.detach().clone()
+        gradkit.minimize_(right(table.parameters(), lr=0.5), table(row).sum())
+        torch.testing.assert_close((before - table.weight)[1], torch.full_like(before[1], 0.5))
+
+    class Stop(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        gradkit.minimize_(Stop(table.parameters(), 0.1), table(row).sum())
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+def test_a_compressed_parameter(device: torch.device) -> None:
+    x = torch.ones(2, 1, device=device)
+    sparse = torch.eye(2, device=device).to_sparse_csr().requires_grad_()
+    with pytest.raises(
+        gradkit.LeafTypeError, match=r"optimizer\[0\].*torch\.sparse_csr.*\n.*dense"
+    ):
+        gradkit.minimize_(torch.optim.SGD([sparse], 0.1), (sparse @ x).sum())
+    w = sparse.detach().to_dense().requires_grad_()
+    gradkit.minimize_(torch.optim.SGD([w], 0.5), (w @ x).sum())
+    assert w.tolist() == [[0.5, -0.5], [-0.5, 0.5]]
+
+
+def test_writes_inside_of_transforms(device: torch.device) -> None:
+    model, x = nn.Linear(3, 1, device=device), X.to(device)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def grads_of(x: Tensor) -> Any:
+        return func.value_and_grads(
+            lambda params: torch.func.functional_call(model, params, (x,)).sum()
+        )(model)[1]
+
+    def one_of(call: Callable[[Any], object]) -> Callable[[Tensor], Tensor]:
+        def fn(x: Tensor) -> Tensor:
+            call(grads_of(x))
+            return x
+
+        return fn
+
+    with unchanged(*model.parameters()):
+        for call in (
+            partial(gradkit.write_grads_, model),
+            partial(gradkit.add_grads_, model),
+            partial(gradkit.step_, optimizer, model),
+            partial(gradkit.step_, optimizer, model, max_norm=1.0),
+        ):
+            with pytest.raises(
+                gradkit.UnsupportedGraphError, match=r"grads\['weight'\].*\n.*return"
+            ):
+                torch.vmap(one_of(call))(x)
+        assert model.weight.grad is None
+        with pytest.raises(
+            gradkit.UnsupportedGraphError, match=r"grads\['weight'\].*\n.*return it"
+        ):
+            torch.vmap(one_of(gradkit.report.norms))(x)
+        with pytest.raises(gradkit.DetachedLossError, match=r"torch\.vmap.*\n.*gradkit\.func"):
+            torch.vmap(lambda x: gradkit.minimize_(optimizer, model(x).sum()))(x)
+    per_sample = torch.vmap(grads_of)(x)
+    gradkit.write_grads_(model, gradkit.tree.map(lambda grad: grad.sum(0), per_sample))
+    assert model.weight.grad is not None
+    assert model.weight.grad.tolist() == [[4, 4, 4]]
+
+
+# --- Functions whose backward does not fit
+
+
+class OneOfTwo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad
+
+
+class OtherShape(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        return (x * scale).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad.new_ones(7), None
+
+
+class NoBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        return x * scale
+
+
+@pytest.mark.parametrize(
+    ("function", "advice"),
+    [(OneOfTwo, "as forward has arguments"), (OtherShape, "the shape"), (NoBackward, "a backward")],
+)
+def test_a_backward_that_does_not_fit(w: Tensor, function: Any, advice: str) -> None:
+    for call in (gradkit.value_and_grads, gradkit.per_loss_grads, gradkit.backward_):
+        loss = function.apply(w, w.detach()).sum()
+        with unchanged(w), pytest.raises(gradkit.UnsupportedGraphError, match=advice):
+            call(loss, w)
+
+
+@pytest.mark.parametrize(
+    ("hook", "advice"),
+    [
+        (lambda grad: grad[:1], "the shape that the hook"),
+        (lambda grad: 3, "None to leave it as it"),
+    ],
+)
+def test_a_hook_that_returns_no_gradient(w: Tensor, hook: Any, advice: str) -> None:
+    handle = w.register_hook(hook)
+    for call in (gradkit.value_and_grads, gradkit.per_loss_grads, gradkit.backward_):
+        with unchanged(w), pytest.raises(gradkit.UnsupportedGraphError, match=advice):
+            call(w.square().sum(), w)
+    handle.remove()
+    w.register_hook(lambda grad: None)
+    assert gradkit.value_and_grads(w.square().sum(), w)[1].tolist() == [2, 4]
+
+
+def test_a_module_as_the_encoder(device: torch.device) -> None:
+    model, x = nn.Linear(3, 1, device=device), X.to(device)
+    with pytest.raises(gradkit.OptionError, match=r"encode: .*\(input.*\n.*lambda params, batch: "):
+        func.staged_value_and_grads(model, torch.sum)
+    encode = partial(torch.func.functional_call, model)
+    step = func.staged_value_and_grads(lambda params, batch: encode(params, (batch,)), torch.sum)
+    assert step(model, x)[1]["bias"].tolist() == [4]
+
+
+# --- blocks, functions of gradkit.meta, reports
+
+
+def test_a_block_is_entered_again(w: Tensor) -> None:
+    captured = gradkit.capture_grads(w)
+    for power in (2, 3):
+        with captured as result:
+            (w**power).sum().backward()
+        torch.testing.assert_close(result.grads, power * w.detach() ** (power - 1))
+    kept = gradkit.safe_retain(w)
+    for power in (2, 3):
+        with kept as retained:
+            (w**power).sum().backward()
+        torch.testing.assert_close(retained.grads, power * w.detach() ** (power - 1))
+    checked = gradkit.checked()
+    for _ in range(2):
+        with checked:
+            assert gradkit.value_and_grads(w.sum(), w)[1].tolist() == [1, 1]
+    twice = pytest.raises(gradkit.StructureError, match=r"another capture_grads\(\.\.\.\)")
+    with captured, twice, captured:
+        pass
+    with captured as result, gradkit.capture_grads(w) as inner:
+        w.sum().backward()
+    assert result.grads is None
+    assert inner.grads.tolist() == [1, 1]
+
+
+def test_functions_that_take_too_few_arguments(w: Tensor) -> None:
+    opt, batches = gradkit.meta.sgd(lr=0.5), [torch.zeros_like(w)]
+    with pytest.raises(gradkit.OptionError, match=r"\(w, x\).*\n.*=lambda params, outer, batch: "):
+        gradkit.meta.unroll(lambda w, x: ((w - x) ** 2).sum(), w, batches, opt)
+    adapted = gradkit.meta.unroll(lambda w, _, x: ((w - x) ** 2).sum(), w, batches, opt)
+    assert adapted.params.tolist() == [0, 0]
+    with pytest.raises(gradkit.OptionError, match="params, buffers, outer, batch"):
+        gradkit.meta.unroll(lambda w, _, x: w.sum(), w, batches, opt, buffers={"n": w.detach()})
+    implicit: Any = gradkit.meta.implicit
+    mean_value_and_grads: Any = gradkit.meta.mean_value_and_grads
+    with pytest.raises(gradkit.OptionError, match=r"solver: .*\n.*lambda params, outer: "):
+        implicit(lambda w: w, lambda w, a: ((w - a) ** 2).sum())
+    find = implicit(lambda w, a: a + 0 * w, lambda w, a: ((w - a) ** 2).sum())
+    assert gradkit.value_and_grads(find(w.detach(), w).sum(), w)[1].tolist() == [1, 1]
+    with pytest.raises(gradkit.OptionError, match=r"meta_loss_fn=lambda params, task: "):
+        mean_value_and_grads(lambda w: w.sum(), w, X)
+
+
+def test_clipped_gradients_in_a_transform_of_them(w: Tensor) -> None:
+    run: Any = partial(gradkit.meta.unroll, lambda w, _, x: (w * w).sum() / 2, w, [0])
+    clip = gradkit.tree.clip_by_global_norm
+    with pytest.raises(gradkit.LeafTypeError, match=r"max_norm\)\[0\]"):
+        run(gradkit.meta.sgd(lr=1.0), grad_transform=lambda grads: clip(grads, 1.0))
+    adapted = run(gradkit.meta.sgd(lr=1.0), grad_transform=lambda grads: clip(grads, 1.0)[0])
+    torch.testing.assert_close(adapted.params, w * (1 - 5**-0.5))
+
+
+@pytest.mark.parametrize("is_live", [False, True])
+@pytest.mark.parametrize("params_are", ["a tensor", "a list", "a module"])
+@pytest.mark.parametrize("kind", ["sgd", "rmsprop", "adam"])
+def test_going_on_from_an_optimizer_of_torch(
+    device: torch.device, kind: str, params_are: str, is_live: bool
+) -> None:
+    hyper = {"lr": 0.1} if kind == "adam" else {"lr": 0.1, "momentum": 0.9}
+    model, x = nn.Linear(3, 1, device=device), X.to(device)
+    params: Any = {"a tensor": model.weight, "a list": [*model.parameters()]}.get(params_are, model)
+    names = {"sgd": "SGD", "rmsprop": "RMSprop", "adam": "Adam"}
+    trained = [params] if params_are == "a tensor" else [*model.parameters()]
+    optimizer = getattr(torch.optim, names[kind])(trained, **hyper)
+
+    def loss(params: Any, *_: Any) -> Tensor:
+        if isinstance(params, dict):
+            return nn.functional.linear(x, **params).square().mean()
+        tensors = params if isinstance(params, list) else [params, model.bias.detach()]
+        return nn.functional.linear(x, *tensors).square().mean()
+
+    for _ in range(2):
+        gradkit.minimize_(optimizer, model(x).square().mean())
+    opt, saved = getattr(gradkit.meta, kind)(**hyper), optimizer.state_dict()
+    with pytest.raises(gradkit.StructureError, match=r"got one of torch\.optim") as caught:
+        gradkit.meta.unroll(loss, params, [0, 0], opt, state=optimizer.state if is_live else saved)
+    advice = str(caught.value).partition("to go on from it, ")[2].partition("; to start anew")[0]
+    state = eval(advice, {"saved": saved, "opt": opt, "params": params})
+    adapted = gradkit.meta.unroll(loss, params, [0, 0], opt, state=state)
+    for _ in range(2):
+        gradkit.minimize_(optimizer, model(x).square().mean())
+    got = gradkit.tree.map(torch.Tensor.detach, adapted.params)
+    leaves = [got] if isinstance(got, Tensor) else [*getattr(got, "values", lambda: got)()]
+    torch.testing.assert_close(leaves, [p.detach() for p in trained])
+
+
+def test_a_history_takes_conflicts(w: Tensor) -> None:
+    history, grads = gradkit.report.History(), gradkit.per_loss_grads([w.sum(), w @ w], w)
+    with pytest.raises(gradkit.LeafTypeError, match=r"gradkit\.report\.conflicts\(per_loss\)"):
+        history.add_(0, grads)
+    history.add_(0, gradkit.report.conflicts(grads))
+    assert history.steps == [0]
+
+
+# --- nested tensors in trees of gradients
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_trees_of_nested_tensors(device: torch.device, layout: torch.layout) -> None:
+    parts = [torch.ones(2, device=device), torch.full((3,), 2.0, device=device)]
+    n = torch.nested.nested_tensor(parts, layout=layout)
+    flat, tree = torch.cat(parts), gradkit.tree
+
+    def entries(nested: Tensor) -> Tensor:
+        return torch.cat([*nested.unbind()])
+
+    close = torch.testing.assert_close
+    close(tree.global_norm([n, None]), flat.norm())
+    close(tree.dot([n], [n]), flat @ flat)
+    close(tree.cosine([n], [n]), flat.new_ones(()))
+    close(entries(tree.clip_by_global_norm([n], 1.0)[0][0]), flat / flat.norm())
+    close(entries(tree.add([n], [n])[0]), 2 * flat)
+    close(entries(tree.sub([n], [None])[0]), flat)
+    close(entries(tree.scale([n], 0.5)[0]), flat / 2)
+    assert tree.allclose([n], [n])
+    assert not tree.allclose([n], [None])
+    assert gradkit.report.norms([n]).total.norm == pytest.approx(flat.norm().item())
+    drawn = tree.randn_like([n], generator=torch.Generator(device).manual_seed(0))[0]
+    assert [len(row) for row in drawn.unbind()] == [2, 3]
+    with pytest.raises(gradkit.LeafTypeError, match=r"trees: .*nested"):
+        tree.stack([[n], [n]])
+    with pytest.raises(gradkit.StructureError, match=r"tree\[0\].*nested.*\n.*gradkit\.tree\.add"):
+        tree.lerp_([n], [n], 0.5)
+
+
+def test_gradients_of_a_jagged_leaf(device: torch.device) -> None:
+    parts = [torch.ones(2, device=device), torch.full((3,), 2.0, device=device)]
+    n = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
+
+    def losses() -> list[Tensor]:
+        return [(n * n).values().sum(), (n * 3).values().sum()]
+
+    with pytest.raises(gradkit.UnsupportedGraphError, match=r"tree\.gram\(gradkit\.per_loss_grads"):
+        gradkit.gram(losses(), [n])
+    per_loss, rows = gradkit.per_loss_grads(losses(), [n]), 2 * torch.cat(parts)
+    rows = torch.stack([rows, torch.full_like(rows, 3.0)])
+    torch.testing.assert_close(gradkit.tree.gram(per_loss), rows @ rows.T)
+    matrix, unravel = gradkit.tree.to_matrix(per_loss)
+    torch.testing.assert_close(matrix, rows)
+    torch.testing.assert_close(unravel(matrix[0])[0].values(), rows[0])
+    combined = gradkit.combine(per_loss, lambda matrix: matrix.sum(0))
+    torch.testing.assert_close(combined[0].values(), rows.sum(0))
+    _, norm = gradkit.minimize_(torch.optim.SGD([n], 1.0), losses()[0], max_norm=1.0)
+    torch.testing.assert_close(norm, rows[0].norm())
+    expected = torch.cat(parts) - rows[0] / rows[0].norm()
+    torch.testing.assert_close(n.values().detach(), expected)
