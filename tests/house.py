@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "gradkit"
-LINES, FILES = 33_265, 128  # at most
+LINES, FILES = 33_269, 128  # at most
 LONGEST, SHORT = 600, 60  # lines of a file; a shorter one says why in its docstring
 KINDS = ("files", "lines", "code", "imports", "docstrings", "comments", "blank")
 

@@ -154,7 +154,8 @@ class _KeptState:
     # returns it: right in one pass, and wrong in every later one.
 
     def __init__(self, one: FunctionLeaves, where: Callable[[], str], *, retain: bool) -> None:
-        self._node, self._found, self._where, self._retain = one.node, one.found, where, retain
+        self._node, self._constants = one.node, one.constants
+        self._where, self._retain = where, retain
         # Each tensor by the number of its pass, its version, and a copy if it may be a gradient.
         # What others may refer to, too, is none of the Function's state unless it is handed out.
         self._kept: dict[int, list[tuple[Tensor, int | None, Tensor | None]]] = {}
@@ -174,7 +175,7 @@ class _KeptState:
         # Aliases: `kept_tensors` counts who else refers to the tensors themselves.
         own = [one.detach() for one in kept_tensors(self._node) if not one.is_inference()]
         versions = {memory_address(one): one._version for one in own}
-        own += [one for one in self._found if memory_address(one) not in versions]
+        own += [one for one in self._constants if memory_address(one) not in versions]
         self._kept[current_pass()] = [
             (
                 one,

@@ -298,9 +298,10 @@ def written_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, A
 def is_returned_to_a_function(leaf: Node) -> bool:
     """Return whether the running pass is inside a Function's backward, which gets the gradient."""
     # It may return it, or not; the pass around brings what it returns. Called in a leaf's hook.
-    frame, inside = sys._getframe(1), torch.autograd.function.BackwardCFunction.apply.__code__
+    frame: Any = sys._getframe(1)
+    inside = torch.autograd.function.BackwardCFunction.apply.__code__
     while frame is not None and frame.f_code is not inside:
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     if frame is None:
         return False
     try:

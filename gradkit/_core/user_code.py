@@ -364,7 +364,7 @@ class FunctionLeaves(NamedTuple):
     node: Node
     returned: dict[int, Tensor]  # those for which it returns the gradient itself
     hidden: dict[int, Tensor]  # others that it could find: it may call torch.autograd.backward
-    found: list[Tensor]  # aliases of tensors without a graph that it could find, and may hand out
+    constants: list[Tensor]  # aliases of tensors without a graph that it may hand out
 
 
 def leaves_of_functions(functions: Iterable[Node]) -> list[FunctionLeaves]:
@@ -377,10 +377,10 @@ def leaves_of_functions(functions: Iterable[Node]) -> list[FunctionLeaves]:
             by_class[kind] = _leaves_in(captured_by(forward_class(kind).backward), node)
         children = (child for child, _ in node.next_functions if child is not None)
         returned = leaf_tensors(children)
-        own, found = _leaves_in(captured_by(*vars(node).values()), node)
+        own, constants = _leaves_in(captured_by(*vars(node).values()), node)
         leaves = by_class[kind][0] | own
         hidden = {key: leaves[key] for key in leaves.keys() - returned.keys()}
-        result.append(FunctionLeaves(node, returned, hidden, by_class[kind][1] + found))
+        result.append(FunctionLeaves(node, returned, hidden, by_class[kind][1] + constants))
     return result
 
 

@@ -80,18 +80,18 @@ def _has_scale(node: Any, scaler: GradScaler | None) -> bool:
 def _living_scalers() -> list[GradScaler]:
     """Return the GradScalers of the process."""
     # All objects of the process are gone through once: a scaler refers to its class.
-    global _found
+    global _scalers
     kinds: list[Any] = [GradScaler]
     for kind in kinds:  # which grows meanwhile
         kinds += kind.__subclasses__()
-    counts, scalers = [*map(getrefcount, kinds)], [known() for known in _found[1]]
-    if counts != _found[0] or None in scalers:
+    counts, scalers = [*map(getrefcount, kinds)], [known() for known in _scalers[1]]
+    if counts != _scalers[0] or None in scalers:
         scalers = [x for x in gc.get_referrers(*kinds) if isinstance(x, GradScaler)]
-        _found = counts, [*map(ref, scalers)]
+        _scalers = counts, [*map(ref, scalers)]
     return [x for x in scalers if x is not None]
 
 
-_found: tuple[list[int], list[Any]] = [], []  # how often their classes were referred to, and they
+_scalers: tuple[list[int], list[Any]] = [], []  # how often their classes were referred to, and they
 
 
 def _may_unscale(optimizer: Any) -> bool:

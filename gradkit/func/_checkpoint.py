@@ -310,8 +310,8 @@ class _Rerun:
         operands = [*self._given, *compress(self._values, needed)]
         self._captured = list(compress(self._captured, needed))
         self._given, self._values = [], []  # from here on, the node keeps them
-        pairs = zip(outputs, self._differentiable, strict=True)
-        return [x.detach() if has_graph else x for x, has_graph in pairs], operands
+        own = zip(outputs, self._differentiable, strict=True)
+        return [x.detach() if has_graph else x for x, has_graph in own], operands
 
     def _results(self, constants: Tensors, operands: Tensors) -> Tensors:
         """Return the outputs, those that had a graph as results of one node."""
@@ -395,15 +395,15 @@ class _Mark:
 def _graphs_from(leaves: Iterable[Tensor]) -> list[tuple[Node, ref[_Mark]]]:
     """Return nodes of leaves, and references to what is in them."""
     nodes = [edge(x).node for x in map(unbatched, leaves) if x.is_leaf and x.requires_grad]
-    marks = [metadata(node).setdefault(_MARK, _Mark()) for node in nodes]
-    return list(zip(nodes, map(ref, marks), strict=True))
+    marks: list[Any] = [metadata(node).setdefault(_MARK, _Mark()) for node in nodes]
+    return list(zip(nodes, [ref(mark) for mark in marks], strict=True))
 
 
 def _any_alive(graphs: list[tuple[Node, ref[_Mark]]]) -> bool:
     """Return whether somebody still holds a graph that ends at one of the nodes, which go."""
     marks = [mark for _, mark in graphs]
     graphs.clear()
-    if torch._C._is_any_autocast_enabled():  # type: ignore[attr-defined]
+    if torch._C._is_any_autocast_enabled():
         return False  # autocast holds casts of leaves until its block ends
     if any(mark() is not None for mark in marks):
         gc.collect()  # it may be garbage in a cycle
