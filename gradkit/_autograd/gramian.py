@@ -17,6 +17,7 @@ from gradkit._autograd.passes import PassRunner, grads_to_tree, run_in_turn
 from gradkit._checks.circumstances import HOOKS
 from gradkit._compat.autograd import record_stream
 from gradkit._compat.distributed import full_tensor
+from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
 from gradkit._core.call import Grads, Losses, check_weighting
 from gradkit._core.grad_recorder import any_observers, numbered_passes, scale_recorded
@@ -31,7 +32,7 @@ from gradkit._core.leaf_arithmetic import (
 )
 from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
-from gradkit._state.hook_tables import hooks_kept, same_hooks_in_each_pass
+from gradkit._state.hook_tables import hooks_kept, hooks_put_back, same_hooks_in_each_pass
 from gradkit._state.snapshot import put_back_on_error
 from gradkit.errors import LeafTypeError, OptionError, StructureError, describe, message
 
@@ -266,7 +267,8 @@ def weights_from_gramian(
 ) -> PyTree:
     """Return the weights that a function gives to losses by the products of their gradients."""
     check_weighting(weighting)
-    product = gramian(losses, params, chunk_size=None, retain=True)
+    with hooks_put_back(), INSIDE:
+        product = gramian(losses, params, chunk_size=None, retain=True)
     return pytree.unflatten(losses.spec, weights_of(product, weighting))
 
 

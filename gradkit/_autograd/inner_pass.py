@@ -82,7 +82,9 @@ class InnerPass:
                 graph = self.below, self.variables
                 stack.enter_context(refuse_undifferentiable(lambda: self.where, *graph))
             leaves = user_code.leaves_of_functions(functions)
-            effects = side_effects_put_back(leaves, (), lambda: self.where, retain=True)
+            effects = side_effects_put_back(
+                leaves, (), lambda: self.where, retain=True, made=self.variables
+            )
             written = stack.enter_context(effects) if functions else None
             copied = variables_to_copy_inside(self.variables, functions)
             stack.enter_context(copied_on_arrival(copied))

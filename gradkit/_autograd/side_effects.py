@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from gradkit._autograd.arrival_copies import copied_on_arrival, memory_address
 from gradkit._compat.autograd import current_pass, post_accumulate_hooks
@@ -25,7 +24,7 @@ from gradkit._core.user_code import (
     register_own_hooks,
     remove_hooks,
 )
-from gradkit._state.grad_attribute import accumulate_all, grads_put_back, set_grad
+from gradkit._state.grad_attribute import accumulate_all, grads_put_back, has_grad, set_grad
 from gradkit._state.module_state import alone
 from gradkit.errors import UnsupportedGraphError, describe, message
 
@@ -33,10 +32,16 @@ from gradkit.errors import UnsupportedGraphError, describe, message
 class WrittenGrads:
     """The `.grad` that a pass leaves, from a clean start, where Functions may call backward()."""
 
-    def __init__(self, functions: Sequence[FunctionLeaves], variables: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        functions: Sequence[FunctionLeaves],
+        variables: Sequence[Tensor],
+        made: Sequence[Tensor] = (),
+    ) -> None:
         self.own_pass: list[int] = []  # the number of the pass, once it has begun
         self.summed: list[Tensor] = []  # the variables that are added to as they arrive
         self._functions, self._variables = functions, variables
+        self._made = made  # tensors of the call's own, which have no `.grad` yet
         self._versions: dict[int, int] = {}  # of zeros
 
     @contextmanager
@@ -101,17 +106,15 @@ class WrittenGrads:
 
     def refuse(self, where: Callable[[], str]) -> None:
         """Raise if a variable was written, or any leaf if there are none."""
-        for leaf in self._variables or self._leaves.values():
-            if id(leaf) in self._leaves and self._is_written(leaf):
-                expected = "Functions whose backward returns their gradients"
-                got = ", ".join(
-                    sorted({name_of_function(type(one.node)) for one in self._functions})
-                )
-                got += f", which has written the .grad of {describe(leaf)}, as "
-                got += "torch.autograd.backward does, where this call cannot take it from"
-                fix = "return torch.autograd.grad(...) there; or call gradkit.value_and_grads, or "
-                fix += "gradkit.per_loss_grads, without create_graph"
-                raise UnsupportedGraphError(message(where(), expected, got, fix))
+        leaves = [x for x in self._variables or self._leaves.values() if id(x) in self._leaves]
+        for leaf in [*filter(self._is_written, leaves), *filter(has_grad, self._made)][:1]:
+            expected = "Functions whose backward returns their gradients"
+            got = ", ".join(sorted({name_of_function(type(one.node)) for one in self._functions}))
+            got += f", which has written the .grad of {describe(leaf)}, as "
+            got += "torch.autograd.backward does, where this call cannot take it from"
+            fix = "return torch.autograd.grad(...) there; or call gradkit.value_and_grads, or "
+            fix += "gradkit.per_loss_grads, without create_graph"
+            raise UnsupportedGraphError(message(where(), expected, got, fix))
 
 
 @contextmanager
@@ -131,13 +134,14 @@ def side_effects_put_back(
     *,
     retain: bool,
     add: bool = False,
+    made: Sequence[Tensor] = (),
 ) -> Iterator[WrittenGrads]:
     """Put back, after a pass, what Functions write beside returning gradients."""
     handles: list[Any] = []
-    written = WrittenGrads(functions, variables)
+    written = WrittenGrads(functions, variables, made)
     with undone(partial(remove_hooks, handles)), written.from_clean_start(add=add):
         for one in functions:
-            state = _KeptState(one.node, where, retain=retain)
+            state = _KeptState(one, where, retain=retain)
             before = partial(one.node.register_prehook, state.before)
             handles += register_own_hooks(before, partial(one.node.register_hook, state.after))
         yield written
@@ -149,10 +153,12 @@ class _KeptState:
     # A fused loss makes its gradient in the forward pass, scales it in place by the cotangent, and
     # returns it: right in one pass, and wrong in every later one.
 
-    def __init__(self, node: Node, where: Callable[[], str], *, retain: bool) -> None:
-        self._node, self._where, self._retain = node, where, retain
+    def __init__(self, one: FunctionLeaves, where: Callable[[], str], *, retain: bool) -> None:
+        self._node, self._constants = one.node, one.constants
+        self._where, self._retain = where, retain
         # Each tensor by the number of its pass, its version, and a copy if it may be a gradient.
-        self._kept: dict[int, list[tuple[Tensor, int, Tensor | None]]] = {}
+        # What others may refer to, too, is none of the Function's state unless it is handed out.
+        self._kept: dict[int, list[tuple[Tensor, int | None, Tensor | None]]] = {}
 
     def before(self, _: Cotangents) -> None:
         """Raise if what the node keeps is spent; copy what may be a gradient."""
@@ -167,10 +173,16 @@ class _KeptState:
         edges = self._node.next_functions
         shapes = {output_shape(child, number) for child, number in edges if child is not None}
         # Aliases: `kept_tensors` counts who else refers to the tensors themselves.
-        kept = [one.detach() for one in kept_tensors(self._node) if not one.is_inference()]
+        own = [one.detach() for one in kept_tensors(self._node) if not one.is_inference()]
+        versions = {memory_address(one): one._version for one in own}
+        own += [one for one in self._constants if memory_address(one) not in versions]
         self._kept[current_pass()] = [
-            (one, one._version, one.clone() if self._retain and one.shape in shapes else None)
-            for one in kept
+            (
+                one,
+                versions.get(memory_address(one)),
+                one.clone() if self._retain and one.shape in shapes else None,
+            )
+            for one in own
         ]
 
     def after(self, grads: Cotangents, _: Cotangents) -> Cotangents | None:
@@ -178,7 +190,7 @@ class _KeptState:
         present = {memory_address(grad) for grad in grads if grad is not None}
         restored: dict[int, tuple[Tensor, Tensor]] = {}
         for one, version, copy in self._kept.pop(current_pass(), ()):
-            if memory_address(one) in present or one._version != version:
+            if memory_address(one) in present or version not in (None, one._version):
                 if copy is None:
                     metadata(self._node)[_SPENT] = True
                 else:

@@ -294,3 +294,18 @@ def written_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, A
         for index, argument in enumerate(one._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
+
+
+def is_returned_to_a_function(leaf: Node) -> bool:
+    """Return whether the running pass is inside a Function's backward, which gets the gradient."""
+    # It may return it, or not; the pass around brings what it returns. Called in a leaf's hook.
+    frame: Any = sys._getframe(1)
+    inside = torch.autograd.function.BackwardCFunction.apply.__code__
+    while frame is not None and frame.f_code is not inside:
+        frame = frame.f_back
+    if frame is None:
+        return False
+    try:
+        return not torch._C._will_engine_execute_node(leaf)
+    except RuntimeError:  # says that this is torch.autograd.grad, which adds to no `.grad`
+        return True

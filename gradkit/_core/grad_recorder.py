@@ -9,7 +9,13 @@ from functools import partial
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from gradkit._compat.autograd import calling_thread, current_pass, named_thread, record_stream
+from gradkit._compat.autograd import (
+    calling_thread,
+    current_pass,
+    is_returned_to_a_function,
+    named_thread,
+    record_stream,
+)
 from gradkit._compat.dynamo import any_compiled, compiled_together
 from gradkit._compat.transforms import is_transform_tensor, transforms
 from gradkit._compat.undoing import INSIDE, undone
@@ -36,6 +42,8 @@ class GradRecorder:
         if calling_thread() != self._thread:
             return
         is_hidden = bool(_hidden_passes) and current_pass() in _hidden_passes
+        node = self.edge.node
+        is_hidden = is_hidden or (graph.is_leaf_node(node) and is_returned_to_a_function(node))
         if grad is not None and not is_hidden:  # None is an undefined gradient [D10]
             # A copy, because the node below may write on its cotangent [L3].
             self.passes.append(copy_for(grad, self.tensor))

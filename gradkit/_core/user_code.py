@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from gradkit._compat import distributed
 from gradkit._compat.autograd import forward_class, tensor_hooks
 from gradkit._compat.nodes import hooked_tensors
-from gradkit._compat.transforms import layers, transforms
+from gradkit._compat.transforms import is_transform_tensor, layers, transforms
 from gradkit._compat.undoing import INSIDE
 from gradkit._core.graph import edge, leaf_tensors, metadata, nodes_below
 from gradkit._core.known_results import accumulate_grad_nodes
@@ -365,11 +365,12 @@ class FunctionLeaves(NamedTuple):
     node: Node
     returned: dict[int, Tensor]  # those for which it returns the gradient itself
     hidden: dict[int, Tensor]  # others that it could find: it may call torch.autograd.backward
+    constants: list[Tensor]  # aliases of tensors without a graph that it may hand out
 
 
 def leaves_of_functions(functions: Iterable[Node]) -> list[FunctionLeaves]:
     """Return the leaves of each of some nodes of Functions."""
-    by_class: dict[type, dict[int, Tensor]] = {}
+    by_class: dict[type, tuple[dict[int, Tensor], list[Tensor]]] = {}
     result = []
     for node in functions:
         kind = type(node)
@@ -377,19 +378,31 @@ def leaves_of_functions(functions: Iterable[Node]) -> list[FunctionLeaves]:
             by_class[kind] = _leaves_in(captured_by(forward_class(kind).backward), node)
         children = (child for child, _ in node.next_functions if child is not None)
         returned = leaf_tensors(children)
-        leaves = by_class[kind] | _leaves_in(captured_by(*vars(node).values()), node)
+        own, constants = _leaves_in(captured_by(*vars(node).values()), node)
+        leaves = by_class[kind][0] | own
         hidden = {key: leaves[key] for key in leaves.keys() - returned.keys()}
-        result.append(FunctionLeaves(node, returned, hidden))
+        result.append(FunctionLeaves(node, returned, hidden, by_class[kind][1] + constants))
     return result
 
 
-def _leaves_in(captured: list[CapturedObject], function: Node) -> dict[int, Tensor]:
+def _leaves_in(
+    captured: list[CapturedObject], function: Node
+) -> tuple[dict[int, Tensor], list[Tensor]]:
+    """Return the leaves among what a Function refers to, and aliases of tensors without a graph."""
     modules = (one for one in captured if isinstance(one, nn.Module))
     leaves = [x for x in captured if isinstance(x, Tensor)]
     leaves += [param for module in modules for param in module.parameters()]
     above = [x for x in leaves if x.grad_fn is not None and x.grad_fn is not function]
     own = {id(x): x for x in leaves if x.requires_grad and x.is_leaf}
-    return own | leaf_tensors(nodes_below(above, [function])) if above else own
+    own |= leaf_tensors(nodes_below(above, [function])) if above else {}
+    # Aliases: `kept_tensors` counts who else refers to the tensors themselves.
+    constants = (x for x in captured if isinstance(x, Tensor) and not x.requires_grad)
+    return own, [x.detach() for x in constants if type(x) is Tensor and _may_be_gradient(x)]
+
+
+def _may_be_gradient(tensor: Tensor) -> bool:
+    is_plain = tensor.layout == torch.strided and not is_transform_tensor(tensor)
+    return is_plain and _is_floating(tensor) and not tensor.is_inference()
 
 
 def name_of_function(kind: type) -> str:

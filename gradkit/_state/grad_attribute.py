@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import repeat
 from operator import attrgetter
+from threading import Lock
 from typing import Any, cast
 
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from gradkit._compat.autograd import post_accumulate_hooks, storage_address
 from gradkit._compat.transforms import detach_keep_tangent
-from gradkit._compat.undoing import undone
+from gradkit._compat.undoing import INSIDE, undone
 from gradkit._core.leaf_arithmetic import ARITHMETIC_DTYPES
 from gradkit._core.ownership import PLAIN_TYPES, copy_for, overlaps_itself
 from gradkit.errors import UnsupportedGraphError, describe, message
@@ -153,6 +155,16 @@ def set_grads(leaves: Sequence[Tensor], grads: Iterable[Tensor | None]) -> None:
     """Set each `.grad` to this very gradient; torch raises if shape, dtype or device differ."""
     # One call does it, which no interrupt cuts in two.
     deque(map(setattr, leaves, repeat("grad"), grads), 0)
+
+
+def has_grad(tensor: Tensor) -> bool:
+    """Return whether a tensor, which may be no leaf, has a `.grad`."""
+    with _warnings, warnings.catch_warnings(), INSIDE:
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        return tensor.grad is not None
+
+
+_warnings = Lock()  # threads share the filters
 
 
 @contextmanager

@@ -7,7 +7,7 @@ first alone, or in the batched one, if that is given up. Short: it is about two 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from threading import Lock
 from typing import Any, TypeAlias
 
@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradkit._compat.autograd import at_end_of_pass, calling_thread, current_pass, named_thread
 from gradkit._compat.undoing import INSIDE, undone
+from gradkit._core.user_code import hooks_registered
 
 _Table: TypeAlias = dict[object, Any]  # the hooks by the numbers of their handles, in their order
 
@@ -83,7 +84,7 @@ def put_hooks_back() -> None:
 
 
 @contextmanager
-def same_hooks_in_each_pass() -> Iterator[None]:
+def same_hooks_in_each_pass(*, then_as_before: bool = False) -> Iterator[None]:
     """Let each pass in the block find the same hooks; leave them as one pass would have."""
     tables = _HookTables()
 
@@ -99,4 +100,11 @@ def same_hooks_in_each_pass() -> Iterator[None]:
             _of_threads[thread] = tables
             RemovableHandle.__init__, RemovableHandle.remove = _noted_init, _noted_remove  # type: ignore[method-assign, assignment]
         yield
-    tables.change_as_one_pass()
+    if not then_as_before:
+        tables.change_as_one_pass()
+
+
+def hooks_put_back() -> AbstractContextManager[None]:
+    """Return a block whose passes leave the hooks as they were, to a pass that comes after it."""
+    is_needed = hooks_registered() and not hooks_kept()
+    return same_hooks_in_each_pass(then_as_before=True) if is_needed else INSIDE

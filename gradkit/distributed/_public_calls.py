@@ -13,6 +13,7 @@ from gradkit._autograd import passes
 from gradkit._checks.reachability import require_reached
 from gradkit._compat import distributed
 from gradkit._compat.dynamo import disable_compile
+from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
 from gradkit._core.call import (
     Strategy,
@@ -26,6 +27,7 @@ from gradkit._core.call import (
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.params import Params, read_iterator, read_params
 from gradkit._core.pytree import PyTree, Structure
+from gradkit._state.hook_tables import hooks_put_back
 from gradkit.distributed import _ddp, _distributed_call, _fsdp
 from gradkit.distributed._distributed_call import DistributedCall
 from gradkit.distributed._gramian import (
@@ -287,7 +289,8 @@ def weights_from_gram(
 ) -> PyTree:
     """Return the weights that a function makes of the products over all ranks."""
     call = call_for_elements(name, losses, module, scalar=True)
-    product = _gram_of(call, None, retain=True)
+    with hooks_put_back(), INSIDE:
+        product = _gram_of(call, None, retain=True)
     replicas, shards = _wrapped_in(module)
     ranks = (
         _fsdp.require_groups(shards, name) if shards else [_ddp.require_one_group(replicas, name)]

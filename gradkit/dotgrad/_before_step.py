@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from functools import cache
 from itertools import chain
 from operator import attrgetter, itemgetter, methodcaller
 from sys import getrefcount
@@ -26,6 +25,10 @@ from gradkit._core.ownership import PLAIN_TYPES, empty_for, is_laid_out
 from gradkit.errors import OptionError, StructureError, UnsupportedOptimizerError, describe, message
 
 MUL: Any = node_type("MulBackward0")  # of `loss * scale`
+# What the sum of several losses, or a part of one, may end with; and a sum of them in a stack.
+TERMS = {MUL, *(node_type(f"{name}Backward0") for name in ("Add", "Sub", "Div", "Neg"))}
+REDUCED = {node_type("SumBackward0"), node_type("MeanBackward0")}
+STACKED: Any = node_type("StackBackward0")
 _SUMS = (
     "Add", "Sub", "Rsub", "Neg", "Mul", "Div", "Sum", "Mean", "Stack", "Cat", "Select", "Unbind",
     "Dot", "Mv", "View", "Reshape", "Squeeze", "Unsqueeze", "Expand", "Alias", "Clone", "ToCopy",
@@ -50,7 +53,7 @@ def refuse_scaled(losses: Losses, scaler: GradScaler | None, optimizers: Sequenc
 
 def _is_scaled(root: Node | None, scaler: GradScaler | None) -> bool:
     nodes, seen = [root], set[Node]()
-    while nodes and len(seen) < (1 if scaler is None else _MOST_NODES):
+    while nodes and len(seen) < _MOST_NODES:
         node = nodes.pop()
         if node is None or node in seen:
             continue
@@ -65,32 +68,30 @@ def _is_scaled(root: Node | None, scaler: GradScaler | None) -> bool:
 def _has_scale(node: Any, scaler: GradScaler | None) -> bool:
     """Return whether the factor that a product has saved is the scale of a GradScaler."""
     factor = second_factor(node)  # also if its scaler's update() has written on it since
-    if type(factor) is not Tensor or factor.dim() or factor.dtype != torch.float32:
+    is_scalar = type(factor) is Tensor and factor.dim() == 0 and not factor.is_meta
+    if not is_scalar or factor.dtype != torch.float32:
         return False
-    own = None if scaler is None else scaler._scale
     # For a list of losses torch saves a copy of the scale. A scale of 1 does no harm.
-    if own is not None and (factor is own or 1 != factor.item() == own.item()):
-        return True
-    # All objects of the process are gone through only for a tensor that one of them may hold, once.
-    known = _no_scales.get(id(factor))
-    if getrefcount(factor) <= _held_by_none() or (known is not None and known() is factor):
-        return False
-    holders = (vars(x) if isinstance(x, GradScaler) else x for x in gc.get_referrers(factor))
-    if any(type(x) is dict and x.get("_scale") is factor and "_init_scale" in x for x in holders):
-        return True
-    key = id(factor)
-    _no_scales[key] = ref(factor, lambda _: _no_scales.pop(key, None))
-    return False
+    scales = [one._scale for one in [*_living_scalers(), scaler] if one and one._scale is not None]
+    is_one = any(factor is scale for scale in scales)
+    return is_one or any(1 != factor.item() == scale.item() for scale in scales)
 
 
-_no_scales: dict[int, Any] = {}
+def _living_scalers() -> list[GradScaler]:
+    """Return the GradScalers of the process."""
+    # All objects of the process are gone through once: a scaler refers to its class.
+    global _scalers
+    kinds: list[Any] = [GradScaler]
+    for kind in kinds:  # which grows meanwhile
+        kinds += kind.__subclasses__()
+    counts, scalers = [*map(getrefcount, kinds)], [known() for known in _scalers[1]]
+    if counts != _scalers[0] or None in scalers:
+        scalers = [x for x in gc.get_referrers(*kinds) if isinstance(x, GradScaler)]
+        _scalers = counts, [*map(ref, scalers)]
+    return [x for x in scalers if x is not None]
 
 
-@cache
-def _held_by_none() -> int:
-    node: Any = (torch.ones((), requires_grad=True) * torch.ones(())).grad_fn
-    factor = second_factor(node)
-    return getrefcount(factor)
+_scalers: tuple[list[int], list[Any]] = [], []  # how often their classes were referred to, and they
 
 
 def _may_unscale(optimizer: Any) -> bool:

@@ -16,14 +16,13 @@ from gradkit._autograd.passes import run_jointly, values_of
 from gradkit._checks.reachability import require_reached
 from gradkit._compat.distributed import PROCESS_GROUPS, replicas_of
 from gradkit._compat.dynamo import disable_compile
-from gradkit._compat.nodes import second_factor
 from gradkit._core import pytree
 from gradkit._core.call import Losses, check_number, read_losses
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.params import Grads, Params, read_params
 from gradkit._core.pytree import PyTree
 from gradkit._state.grad_attribute import set_grads
-from gradkit.dotgrad._before_step import MUL, refuse_scaled
+from gradkit.dotgrad._before_step import REDUCED, STACKED, TERMS, refuse_scaled
 from gradkit.dotgrad._kernels import step_by_kernels
 from gradkit.dotgrad._step import check_arguments, take_steps
 from gradkit.errors import LeafTypeError, StructureError, message
@@ -118,9 +117,11 @@ def minimize_(
         check_number("max_norm", max_norm, "max_norm=1.0, or leave it out", nonnegative=True)
     flat = read_losses(losses, scalar=True)
     is_scaled = scaler is not None
-    for loss in flat.leaves:  # one that a tensor was multiplied with last, or any part of its sum
+    for loss in flat.leaves:
         node: Any = loss.grad_fn
-        is_scaled = is_scaled or (type(node) is MUL and second_factor(node) is not None)
+        is_scaled = is_scaled or type(node) in TERMS
+        if not is_scaled and type(node) in REDUCED:
+            is_scaled = type(node.next_functions[0][0]) is STACKED
     if is_scaled:
         refuse_scaled(flat, scaler, optimizers)
     params = _read_params(optimizers)

@@ -422,7 +422,26 @@ def saved_scaled_by_a_kernel(ctx: Any, g: Tensor) -> Tensor:
     return result
 
 
+class Box:
+    """Is no container that torch knows, and a Function may keep its gradient in one."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def kept_in_object(ctx: Any, w: Tensor) -> Tensor:
+    ctx.box = Box(2 * w)
+    return w.square().sum()
+
+
+def kept_in_closure(w: Tensor) -> Tensor:
+    kept = 2 * w.detach()
+    return made(lambda ctx, w: w.square().sum(), lambda ctx, g: kept.mul_(g))(w)
+
+
 FUSED: dict[str, Apply] = {
+    "an object": made(kept_in_object, lambda ctx, g: ctx.box.tensor.mul_(g)),
+    "a closure": kept_in_closure,
     "attribute": made(kept_in_attribute, lambda ctx, g: ctx.kept.mul_(g)),
     "a view": made(kept_in_attribute, lambda ctx, g: ctx.kept.mul_(g).view(2, 1).view(2)),
     "a copy": made(kept_in_attribute, lambda ctx, g: ctx.kept.mul_(g).clone()),
@@ -480,3 +499,26 @@ def test_any_rows_of_a_fused_loss(device: torch.device, factors: list[float], na
         torch.testing.assert_close(
             row, list(torch.autograd.grad(factor * plain, [w, other], retain_graph=True))
         )
+
+
+WORKSPACES: dict[torch.Size, Tensor] = {}
+
+
+def in_a_workspace(ctx: Any, g: Tensor) -> Tensor:
+    (x,) = ctx.saved_tensors
+    memory = WORKSPACES.setdefault(x.shape, torch.empty_like(x))
+    return torch.mul(x.detach(), 2 * g, out=memory)
+
+
+def test_memory_that_a_function_writes_anew_in_each_pass_is_no_gradient_kept(
+    device: torch.device,
+) -> None:
+    def forward(ctx: Any, w: Tensor) -> Tensor:
+        ctx.save_for_backward(w)
+        return w.square().sum()
+
+    WORKSPACES.clear()
+    w = torch.tensor([1.0, 2.0], device=device, requires_grad=True)
+    apply = made(forward, in_a_workspace)
+    rows = gradkit.per_loss_grads([3 * (one := apply(w)), 5 * one, apply(2 * w)], w)
+    assert [row.tolist() for row in rows] == [[6, 12], [10, 20], [8, 16]]

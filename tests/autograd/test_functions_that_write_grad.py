@@ -542,3 +542,47 @@ def test_a_leaf_loss_whose_hook_runs_the_backward_pass_is_refused_before_it_does
     scale = torch.ones((), device=device, requires_grad=True)
     scale.register_hook(lambda grad: 3 * grad)
     assert gradkit.value_and_grads(scale, scale)[1] == 3
+
+
+class ByHand(torch.autograd.Function):
+    """Adds to the `.grad` of a weight that its graph does not lead to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, box: list[Tensor]) -> Tensor:
+        ctx.weight = box[0]
+        ctx.save_for_backward(x)
+        return x * box[0].detach()
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        weight.grad = cotangent.detach() * x.detach()
+        return cotangent * weight.detach(), None
+
+
+def by_hand(p: dict[str, Tensor]) -> Tensor:
+    result: Tensor = ByHand.apply(p["x"] * 1, [p["w"]]).sum()
+    return result
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["outer", "no outer"])
+@pytest.mark.parametrize("memory", ["store", "recompute"])
+def test_unroll_refuses_what_is_written_for_its_own_params(
+    device: torch.device, grad: bool, memory: Any
+) -> None:
+    ones = {name: torch.ones(2, device=device, requires_grad=grad) for name in "xw"}
+    step = meta.sgd(1.0)
+    with pytest.raises(gradkit.UnsupportedGraphError, match="ByHand, which has written"):
+        meta.unroll(lambda p, outer, batch: by_hand(p), ones, [None], step, memory=memory)
+    assert all(x.grad is None for x in ones.values())
+
+
+def test_a_nested_call_refuses_what_is_written_for_its_own_params(device: torch.device) -> None:
+    ones = {name: torch.ones(2, device=device) for name in "xw"}
+
+    def outer(p: dict[str, Tensor]) -> Tensor:
+        grads = func.value_and_grads(by_hand)(p)[1]
+        return torch.stack([grad.square().sum() for grad in grads.values()]).sum()
+
+    with pytest.raises(gradkit.UnsupportedGraphError, match="ByHand, which has written"):
+        func.value_and_grads(outer)(ones)

@@ -105,6 +105,37 @@ def test_every_row_finds_a_hook_that_removes_itself(
     torch.testing.assert_close(ROWS[rows](z, w), expected)
 
 
+WEIGHTED: dict[str, Callable[[list[Tensor], Tensor], Any]] = {
+    "value_and_grads": lambda z, w: gradkit.value_and_grads(z, w, weights=len_ones)[1],
+    "value_and_reduced_grads": lambda z, w: gradkit.value_and_reduced_grads(
+        z, w, torch.clone, weights=len_ones
+    )[1],
+}
+
+
+def len_ones(gramian: Tensor) -> Tensor:
+    return torch.ones_like(gramian[0])
+
+
+@places
+@pytest.mark.parametrize("call", WEIGHTED)
+def test_the_pass_by_weights_from_the_gramian_finds_the_hooks(
+    device: torch.device, place: str, call: str
+) -> None:
+    w = leaf(device, 1.0, 2.0)
+    z = rows_with_hook(w, place)
+    assert WEIGHTED[call](list(z), w).tolist() == [20, 60]
+    y = 2 * w
+
+    def registers(grad: Tensor) -> Tensor:
+        y.register_hook(lambda grad: 10 * grad)
+        return grad
+
+    y.register_hook(registers)
+    assert WEIGHTED[call](list(y), w).tolist() == [2, 2]
+    assert len(y._backward_hooks or {}) == 2  # as after the one pass of a loop
+
+
 def test_hooks_are_left_as_one_pass_leaves_them(device: torch.device) -> None:
     w = leaf(device, 1.0, 2.0)
     y = 2 * w

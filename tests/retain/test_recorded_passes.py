@@ -256,3 +256,54 @@ def test_the_passes_that_hooks_run(device: torch.device, name: str) -> None:
     with gradkit.safe_retain(h) as kept:
         z.sum().backward()
     assert [grad.tolist() for grad in kept.passes] == [[1, 1, 1]] * (name != "gram")
+
+
+class Adjoint(torch.autograd.Function):
+    """Takes gradients of a weight in passes of its own, and returns one, as adjoints of ODEs do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x.detach() * w.detach() ** 2
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        with torch.enable_grad():
+            own = x.detach().requires_grad_()
+            out = own * w**2
+            first, _ = torch.autograd.grad(out, [own, w], cotangent, retain_graph=True)
+            return first, torch.autograd.grad(out, w, cotangent)[0]
+
+
+class Accumulating(Adjoint):
+    """Adds the gradient of the weight to its `.grad`."""
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        with torch.enable_grad():
+            own = x.detach().requires_grad_()
+            torch.autograd.backward(own * w**2, cotangent)
+        return own.grad, None
+
+
+PASSES: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "backward": lambda loss, w: loss.backward(),
+    "grad": lambda loss, w: torch.autograd.grad(loss, w),
+    "value_and_grads": gradkit.value_and_grads,
+}
+
+
+@pytest.mark.parametrize("run", PASSES)
+@pytest.mark.parametrize("function", [Adjoint, Accumulating])
+def test_passes_inside_a_function_count_as_in_grad(
+    device: torch.device, function: Any, run: str
+) -> None:
+    w = torch.tensor([1.0, 2.0], device=device, requires_grad=True)
+    loss = function.apply(w * 3, w).sum()  # 3 w^3
+    if function is Accumulating and run == "grad":
+        return  # torch itself leaves a part of the gradient in `.grad`
+    with gradkit.safe_retain({"w": w}) as kept:
+        PASSES[run](loss, w)
+    assert kept.grads["w"].tolist() == [9, 36]
