@@ -298,7 +298,7 @@ def written_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, A
 
 def is_returned_to_a_function(leaf: Node) -> bool:
     """Return whether the running pass is inside a Function's backward, which gets the gradient."""
-    # It may return it, or not; the pass around brings what it returns. Called in a leaf's hook.
+    # The backward may return it, or not; the pass around brings what it returns. A hook calls this.
     frame: Any = sys._getframe(1)
     inside = torch.autograd.function.BackwardCFunction.apply.__code__
     while frame is not None and frame.f_code is not inside:

@@ -11,6 +11,8 @@ import inspect
 import textwrap
 from collections.abc import Iterator
 from functools import lru_cache
+from tokenize import TokenError
+from types import CodeType
 from typing import Any, NamedTuple
 
 from torch.autograd import Function
@@ -40,17 +42,25 @@ _NOTHING_KNOWN = _Source(False, frozenset())
 def _source(cls: Any) -> _Source:
     """Return what the source of the method that keeps tensors says of them."""
     is_apart = cls.setup_context is not Function.setup_context
+    function: Any = inspect.unwrap(cls.setup_context if is_apart else cls.forward)
     try:
-        text = inspect.getsource(cls.setup_context if is_apart else cls.forward)
-        (method,) = ast.parse(textwrap.dedent(text)).body
-    except (OSError, TypeError, SyntaxError, ValueError):
+        (method,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    except (OSError, TypeError, SyntaxError, ValueError, TokenError):
         return _NOTHING_KNOWN
-    if not isinstance(method, ast.FunctionDef) or not method.args.args:
+    if not isinstance(method, ast.FunctionDef) or not _is_of(method, function.__code__):
         return _NOTHING_KNOWN
     if not all(map(_hands_on, method.decorator_list)):
         return _NOTHING_KNOWN
     ctx, *given = [one.arg for one in method.args.args]
     return _read(method, ctx, given, is_apart)
+
+
+def _is_of(method: ast.FunctionDef, code: CodeType) -> bool:
+    """Return whether a source is that of the code; a file may have changed since its import."""
+    given = [one.arg for one in (*method.args.posonlyargs, *method.args.args)]
+    named = {getattr(x, "attr", getattr(x, "id", None)) for x in ast.walk(method)}
+    same = method.name == code.co_name and given == [*code.co_varnames[: code.co_argcount]]
+    return same and bool(given) and named.issuperset((*code.co_names, *code.co_freevars))
 
 
 def _read(method: ast.FunctionDef, ctx: str, given: list[str], is_apart: bool) -> _Source:

@@ -23,6 +23,7 @@ from gradkit._autograd.engine import inner_grads
 from gradkit._autograd.inner_pass import InnerPass
 from gradkit._checks.higher_derivatives import refuse_wrong_derivative
 from gradkit._compat import transforms as levels
+from gradkit._compat.autograd import autocast_is_on
 from gradkit._compat.dynamo import leave_uncompiled
 from gradkit._compat.transforms import BATCH, carries_graph, transforms, unbatched, varies
 from gradkit._compat.undoing import INSIDE, undo_stack, undone
@@ -403,7 +404,7 @@ def _any_alive(graphs: list[tuple[Node, ref[_Mark]]]) -> bool:
     """Return whether somebody still holds a graph that ends at one of the nodes, which go."""
     marks = [mark for _, mark in graphs]
     graphs.clear()
-    if torch._C._is_any_autocast_enabled():
+    if autocast_is_on():
         return False  # autocast holds casts of leaves until its block ends
     if any(mark() is not None for mark in marks):
         gc.collect()  # it may be garbage in a cycle

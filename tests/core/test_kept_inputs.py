@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import linecache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -178,3 +180,28 @@ def test_what_the_source_shows(device: torch.device, kind: Any) -> None:
     w = torch.ones(2, device=device, requires_grad=True)
     node = kind.apply(torch.ones(2, device=device), w).grad_fn
     assert keeps_inputs_alone(node) == (kind in KEEP_INPUTS)
+
+
+def test_a_file_that_has_changed_shows_nothing(device: torch.device, tmp_path: Path) -> None:
+    """The lines of the class are another function's by then, or none at all."""
+    text = """
+from torch.autograd import Function
+class Product(Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward({})
+        return x * w
+"""
+    path, w = tmp_path / "products.py", torch.ones(2, device=device, requires_grad=True)
+    for kept, now, is_known in (
+        ("x, w", text.format("x, w"), True),
+        ("x * w.exp()", text.format("x"), False),
+        ("x", "(" * 9, False),
+        ("x", "", False),
+    ):
+        path.write_text(now)
+        linecache.checkcache(str(path))
+        space: dict[str, Any] = {"__name__": "products"}
+        exec(compile(text.format(kept), path, "exec"), space)
+        node = space["Product"].apply(torch.ones(2, device=device), w).grad_fn
+        assert keeps_inputs_alone(node) == is_known
