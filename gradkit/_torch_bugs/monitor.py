@@ -37,7 +37,7 @@ from gradkit._compat.transforms import (
     unbatched,
     without_innermost_tangent,
 )
-from gradkit._compat.undoing import INSIDE, undone
+from gradkit._compat.undoing import INSIDE, undo_stack, undone
 from gradkit._core import pytree
 from gradkit._core.graph import Subgraph, recorded_outside
 from gradkit._core.results_without_graph import with_zero_derivatives
@@ -414,12 +414,17 @@ def monitor_around() -> tuple[int, table.Stack] | None:
 @contextmanager
 def watched_again(first: table.Stack, monitor: tuple[int, table.Stack] | None) -> Iterator[None]:
     """Watch the operations of a second run as those of the first, with these around, were."""
-    before = active_monitors()
-    with undone(partial(setattr, _active, "count", before)), as_in_first_run(first):
+    before, seeing = active_monitors(), [x for x in function_modes() if isinstance(x, OpMonitor)]
+    with undo_stack() as stack:
+        stack.enter_context(undone(partial(setattr, _active, "count", before)))
+        stack.enter_context(as_in_first_run(first))
+        if monitor is not None:
+            _active.count = before + 1
+            for one in seeing:  # which see what is around the second run
+                stack.enter_context(undone(partial(setattr, one, "outer", one.outer)))
+                one.outer = monitor[1]
         # A monitor does not see what the rule of a Function that it runs calls.
-        is_seen = monitor is None or any(isinstance(x, OpMonitor) for x in function_modes())
-        _active.count = before + (monitor is not None)
-        with INSIDE if is_seen else ForwardMonitor(monitor):
+        with INSIDE if monitor is None or seeing else ForwardMonitor(monitor):
             yield
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,9 +13,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import grad, jacrev, vmap
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 import gradkit
 from gradkit import UnsupportedGraphError, func
+from gradkit._core import user_code
 from gradkit.func import checkpoint
 
 D = torch.float64
@@ -494,6 +497,18 @@ def test_refuses_nothing_that_the_function_allows(
             run(checkpoint)
     else:
         torch.testing.assert_close(run(checkpoint), right, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", ["cdist", "norm"])
+def test_a_second_run_in_a_process_without_hooks(device: torch.device, name: str) -> None:
+    """The pass then runs below the monitor of the function around, which sees the second run."""
+    x, v = torch.randn(2, 2, 3, 4, dtype=D, device=device)
+
+    def run(wrap: Wrap) -> Any:
+        return SECOND["nested"](lambda x: BLOCKS[name](x, wrap).sin().sum(), x, v)
+
+    with patch.object(user_code._own_hooks, "count", RemovableHandle.next_id):
+        torch.testing.assert_close(run(checkpoint), run(plain))
 
 
 @pytest.mark.parametrize("is_nested", [False, True])
