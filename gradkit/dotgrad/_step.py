@@ -204,7 +204,8 @@ def take_steps(
             try:
                 step()
             except (RuntimeError, AssertionError) as error:
-                _raise_named(error, optimizer)
+                if scaler is None:
+                    _raise_named(error, optimizer)
                 raise
         if is_marked:
             # Neither a fused step nor one that writes on .data tells the graphs from before it.

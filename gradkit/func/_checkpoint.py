@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -10,27 +9,24 @@ from functools import partial
 from itertools import chain, compress
 from types import CellType
 from typing import Any, TypeAlias
-from weakref import ref
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
 from gradkit._autograd.engine import inner_grads
 from gradkit._autograd.inner_pass import InnerPass
 from gradkit._checks.higher_derivatives import refuse_wrong_derivative
 from gradkit._compat import transforms as levels
-from gradkit._compat.autograd import autocast_is_on
 from gradkit._compat.dynamo import leave_uncompiled
 from gradkit._compat.transforms import BATCH, carries_graph, transforms, unbatched, varies
 from gradkit._compat.undoing import INSIDE, undo_stack, undone
 from gradkit._core import pytree, user_code
 from gradkit._core.call import check_function
 from gradkit._core.grad_recorder import observed_tensors
-from gradkit._core.graph import Subgraph, edge, metadata
+from gradkit._core.graph import Subgraph, edge
 from gradkit._core.known_results import Result, Rule, merged
 from gradkit._core.params import Grads, Tensors, refuse_distributed
 from gradkit._core.pytree import PyTree, Structure
@@ -242,7 +238,6 @@ class _Rerun:
         observed = len(observed_tensors())
         inputs = [*self._given, *self._values]
         leaves = [levels.detached_leaf(x) if varies(x) else x for x in inputs]
-        graphs = _graphs_from(x for x in leaves if not any(x is one for one in inputs))
         try:
             with self._state.first_run(), recording_writes(), self._substituted(leaves):
                 out = self._run(leaves)
@@ -251,14 +246,13 @@ class _Rerun:
             self._refuse_other_graphs(outputs, leaves)
             if len(observed_tensors()) > observed:
                 raise UnsupportedGraphError(_OBSERVED)
-            constants, operands = self._recorded(outputs, leaves)
-            self._rebuilt(rebuild, constants)
-            del out, outputs
+            result, attributes = rebuild(self._recorded(outputs, leaves))
+            for (table, key), value in zip(self._assigned, attributes, strict=True):
+                table[key] = value
+                self._reachable[id(value)] = value
             now = _reachable(self._roots, self._modules)
-            is_kept = any(map(varies, (now[key] for key in now.keys() - self._reachable.keys())))
-            if is_kept or _any_alive(graphs):
+            if any(map(varies, (now[key] for key in now.keys() - self._reachable.keys()))):
                 raise UnsupportedGraphError(_KEEPS_A_GRAPH)
-            result = self._rebuilt(rebuild, self._results(constants, operands))
         except BaseException:
             for snapshot in self._snapshots:
                 snapshot.restore()
@@ -288,16 +282,8 @@ class _Rerun:
             if levels.recording_levels(output) - own or levels.carries_tangent(output):
                 raise UnsupportedGraphError(_unseen(output))
 
-    def _rebuilt(self, rebuild: Callable[[Iterable[Tensor]], PyTree], tensors: Tensors) -> Any:
-        """Return what a run has returned, and set what it has assigned, of these tensors."""
-        result, attributes = rebuild(tensors)
-        for (table, key), value in zip(self._assigned, attributes, strict=True):
-            table[key] = value
-            self._reachable[id(value)] = value
-        return result
-
-    def _recorded(self, outputs: Tensors, leaves: Tensors) -> tuple[Tensors, Tensors]:
-        """Return the outputs without their graphs, and what they were computed from."""
+    def _recorded(self, outputs: Tensors, leaves: Tensors) -> Tensors:
+        """Return the outputs, those with a graph as results of one node."""
         self._differentiable = list(map(carries_graph, outputs))
         # A vmap may arrange the data in another way when it runs again.
         self._is_compared = BATCH not in transforms()
@@ -311,14 +297,11 @@ class _Rerun:
         operands = [*self._given, *compress(self._values, needed)]
         self._captured = list(compress(self._captured, needed))
         self._given, self._values = [], []  # from here on, the node keeps them
-        own = zip(outputs, self._differentiable, strict=True)
-        return [x.detach() if has_graph else x for x, has_graph in own], operands
-
-    def _results(self, constants: Tensors, operands: Tensors) -> Tensors:
-        """Return the outputs, those that had a graph as results of one node."""
-        values = list(compress(constants, self._differentiable))
-        made = Recomputation("fn", self._second_run).results(values, operands) if values else ()
-        return merged(constants, self._differentiable, made)
+        values = [x.detach() for x in compress(outputs, self._differentiable)]
+        if not values:
+            return outputs
+        made = Recomputation("fn", self._second_run).results(values, operands)
+        return merged(outputs, self._differentiable, made)
 
     def _read(self, out: Any) -> tuple[Tensors, _Layout, Callable[[Iterable[Tensor]], PyTree]]:
         """Return the tensors that a run has returned, and assigned to attributes."""
@@ -389,29 +372,6 @@ def _reachable(roots: Iterable[object], modules: Iterable[nn.Module]) -> dict[in
     return {id(x): x for x in every if isinstance(x, Tensor)}
 
 
-class _Mark:
-    """Lives in a leaf's node as long as a graph that ends there does."""
-
-
-def _graphs_from(leaves: Iterable[Tensor]) -> list[tuple[Node, ref[_Mark]]]:
-    """Return nodes of leaves, and references to what is in them."""
-    nodes = [edge(x).node for x in map(unbatched, leaves) if x.is_leaf and x.requires_grad]
-    marks: list[Any] = [metadata(node).setdefault(_MARK, _Mark()) for node in nodes]
-    return list(zip(nodes, [ref(mark) for mark in marks], strict=True))
-
-
-def _any_alive(graphs: list[tuple[Node, ref[_Mark]]]) -> bool:
-    """Return whether somebody still holds a graph that ends at one of the nodes, which go."""
-    marks = [mark for _, mark in graphs]
-    graphs.clear()
-    if autocast_is_on():
-        return False  # autocast holds casts of leaves until its block ends
-    if any(mark() is not None for mark in marks):
-        gc.collect()  # it may be garbage in a cycle
-    return any(mark() is not None for mark in marks)
-
-
-_MARK = "gradkit: a leaf of the first run"
 _Contents: TypeAlias = list[tuple[CellType, Any]]
 
 

@@ -497,7 +497,7 @@ def _refuse_changed(arguments: Arguments, point: Sequence[Tensor], versions: lis
 def _read_primals(primals: PyTree) -> Arguments:
     """Check and flatten primals: a tuple of arguments, or another tree, the only argument."""
     if type(primals) is tuple:
-        return read_arguments(primals, tuple(range(len(primals))), "primals")
+        return read_arguments(primals, tuple(range(len(primals))))
     return read_arguments((primals,), 0, "primals")
 
 

@@ -93,9 +93,9 @@ def mean_value_and_grads(
         Finn et al. 2017, "Model-Agnostic Meta-Learning", algorithm 1,
         https://arxiv.org/abs/1703.03400
     """
-    options.check_function(meta_loss_fn, "meta_loss_fn", "params", "task")
     options.check_bool("has_aux", has_aux)
     options.check_optional_bool("create_graph", create_graph)
+    options.check_function(meta_loss_fn, "meta_loss_fn", "params", "task")
     if tasks_at_once is not None and not options.is_positive_int(tasks_at_once):
         expected, got = "a positive int or None", repr(tasks_at_once)
         raise OptionError(message("tasks_at_once", expected, got, "tasks_at_once=None"))

@@ -271,7 +271,6 @@ class Hidden:
 def test_what_would_lose_a_gradient_is_refused(device: torch.device) -> None:
     w = torch.randn(4, device=device, requires_grad=True)
     x, hidden, kept = torch.ones(4, device=device), Hidden(w), list[Tensor]()
-    slots = Hidden(torch.zeros(()))
     module = nn.Linear(4, 4).to(device)
     module.register_buffer("count", torch.zeros((), device=device))
 
@@ -280,17 +279,7 @@ def test_what_would_lose_a_gradient_is_refused(device: torch.device) -> None:
         kept.append((x * w).sum())
         return x * w
 
-    def keeps_out_of_sight(x: Tensor) -> Tensor:
-        module.get_buffer("count").add_(1)
-        slots.tensor = (x * w).sum()
-        return x * w
-
-    def hidden_in_slots(x: Tensor) -> Tensor:
-        slots.tensor = (x**2).sum()
-        return x.square().sum()
-
-    seen = lambda x: x * hidden.tensor  # noqa: E731
-    for fn in (seen, lambda x: Product.apply(x, w), keeps, keeps_out_of_sight):
+    for fn in (lambda x: x * hidden.tensor, lambda x: Product.apply(x, w), keeps):
         state = torch.get_rng_state()
         with pytest.raises(UnsupportedGraphError, match=r"argument|return the tensor"):
             checkpoint(fn)(x.clone().requires_grad_())
@@ -303,26 +292,11 @@ def test_what_would_lose_a_gradient_is_refused(device: torch.device) -> None:
 
     with pytest.raises(UnsupportedGraphError, match="argument"):
         func.value_and_grads(of_a_level)(w.detach())
-    for mode in ("forward-over-reverse", "reverse-over-reverse"):
-        with pytest.raises(UnsupportedGraphError, match="return the tensor"):
-            func.hvp(checkpoint(hidden_in_slots), (x,), (x,), mode=mode)
     with gradkit.safe_retain(nn.Sequential(module), ["0"]):
         pass_through = checkpoint(module)
         with pytest.raises(UnsupportedGraphError, match="retain what fn returns"):
             pass_through(x)
         module(x).sum().backward()
-
-
-def test_a_graph_that_is_garbage_is_not_kept(device: torch.device) -> None:
-    w, logged = torch.ones(2, device=device, requires_grad=True), Hidden(torch.zeros(()))
-
-    def in_a_cycle(w: Tensor) -> Tensor:
-        cycle: list[Any] = [w**2]
-        cycle.append(cycle)
-        logged.tensor = w.detach() * 2
-        return w.square().sum()
-
-    assert gradkit.value_and_grads(checkpoint(in_a_cycle)(w), w)[1].tolist() == [2, 2]
 
 
 def test_what_a_second_run_does_otherwise_is_refused(device: torch.device) -> None:
