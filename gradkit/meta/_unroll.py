@@ -130,8 +130,7 @@ def unroll(
         https://arxiv.org/abs/1703.03400; for the recomputation, Chen et al. 2016, "Training Deep
         Nets with Sublinear Memory Cost", https://arxiv.org/abs/1604.06174
     """
-    of_buffers = [] if buffers is None else ["buffers"]
-    check_function(loss_fn, "loss_fn", "params", *of_buffers, "outer", "batch")
+    check_function(loss_fn, "loss_fn")
     is_named = isinstance(memory, str) and memory in ("store", "recompute")
     if not (is_named or is_positive_int(memory)):
         expected = "'store', 'recompute' or a positive int"
@@ -166,6 +165,7 @@ def unroll(
         settings = {name: _optimizer.select(value, first) for name, value in settings.items()}
         inputs = StepInputs(outer, settings, data)
         run, size = _segments(step, memory, create_graph, trajectory)
+        check_function(loss_fn, "loss_fn", "params", *["buffers"] * has_buffers, "outer", "batch")
         try:
             carry, losses, aux, between = _loop(run, carry, inputs, size, trajectory)
         except Exception as error:

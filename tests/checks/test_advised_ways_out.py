@@ -555,7 +555,7 @@ def test_nothing_in_the_place_of_losses_and_params(w: Tensor) -> None:
 
 def test_integers_among_primals(w: Tensor) -> None:
     count = torch.tensor([2, 3], device=w.device)
-    with pytest.raises(gradkit.LeafTypeError, match=r"primals\[1\].*\n.*what fn refers to"):
+    with pytest.raises(gradkit.LeafTypeError, match=r"args\[1\].*\n.*what fn refers to"):
         func.hvp(lambda w, n: (w**n).sum(), (w, count), (w, count))
     tangents = torch.ones_like(w)
     assert func.hvp(lambda w: (w**count).sum(), w, tangents)[1].tolist() == [2, 12]
