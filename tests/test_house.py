@@ -229,6 +229,7 @@ def test_the_package_is_within_its_budget(device: torch.device) -> None:
     assert total["lines"] <= house.LINES
 
 
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="counted on torch 2.13")
 def test_a_call_opens_few_functions(device: torch.device) -> None:
     """`python -m tests.house` prints this table, too."""
     most = {name: [functions, files] for name, (_, functions, files) in house.CALLS.items()}
