@@ -30,7 +30,6 @@ from gradkit.dotgrad._before_step import check_scaler, look_at_states
 from gradkit.dotgrad._kernels import KERNELS, step_by_kernels
 from gradkit.dotgrad._matching import Pairs, match, path_of, read_grad_leaves, read_leaves, unique
 from gradkit.errors import (
-    GradkitError,
     OptionError,
     StructureError,
     UnsupportedOptimizerError,
@@ -215,8 +214,10 @@ def take_steps(
 
 def _raise_named(error: Exception, optimizer: Optimizer) -> None:
     """Raise gradkit's error where torch refuses a step: of sparse gradients by Adam, say."""
+    if type(error) not in (RuntimeError, AssertionError):  # out of memory has a class of its own
+        return
     *_, (frame, _) = walk_tb(error.__traceback__)
-    if isinstance(error, GradkitError) or not type(optimizer).__module__.startswith("torch.optim"):
+    if not type(optimizer).__module__.startswith("torch.optim"):
         return
     if str(frame.f_globals.get("__name__")).startswith("torch."):  # none of a hook, or a wrapper
         name, fix = type(optimizer).__name__, "an optimizer that takes them: torch.optim.SGD, say"
@@ -224,10 +225,8 @@ def _raise_named(error: Exception, optimizer: Optimizer) -> None:
             fix = "leave out differentiable=True; gradkit.meta's optimizers are differentiable"
         elif any(group.get("capturable") for group in optimizer.param_groups):
             fix = "leave out capturable=True, which is for CUDA graphs"
-        expected, got = (
-            "one that takes these gradients",
-            f"{name}, whose step says: {first_line(error)}",
-        )
+        expected, got = "one that takes these gradients", f"{name}, whose step says: "
+        got += first_line(error)
         raise UnsupportedOptimizerError(message("optimizer", expected, got, fix)) from error
 
 
@@ -303,9 +302,8 @@ def check_arguments(
     if not all(isinstance(group, Mapping) and "params" in group for group in groups):
         _refuse(optimizer, "an optimizer whose param_groups are dicts with 'params', as torch's")
     _check_wrapper(optimizer, unscales_or_clips=not (scaler is None and max_norm is None))
-    signature = inspect.signature(
-        optimizer.step
-    )  # of a scheduler's, with the self of what it calls
+    # A scheduler's method has the self of what it calls.
+    signature = inspect.signature(optimizer.step)
     needed = [
         name
         for name, parameter in signature.parameters.items()

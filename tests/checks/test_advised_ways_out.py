@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -569,6 +570,15 @@ def test_groups_of_an_optimizer_as_params(w: Tensor) -> None:
 
 
 # --- steps
+
+
+def test_a_step_out_of_memory_says_so(w: Tensor) -> None:
+    kernel: dict[str, Any] = {"__name__": "torch.optim.rmsprop", "Full": torch.OutOfMemoryError}
+    exec("def full(*args, **kwargs): raise Full('no memory left')", kernel)
+    optimizer = torch.optim.RMSprop([w], 0.1)
+    step = patch("torch.optim.rmsprop.rmsprop", kernel["full"])
+    with step, pytest.raises(torch.OutOfMemoryError):
+        gradkit.minimize_(optimizer, w.sum())
 
 
 def test_each_optimizer_once(w: Tensor) -> None:
