@@ -91,11 +91,14 @@ def any_sparse_gradients(nodes: Iterable[Node]) -> bool:
     return any(getattr(node, "_saved_sparse", False) is True for node in nodes)
 
 
-# Nodes of scalars that are sums of terms, or a term with another sign, shape or dtype, or a choice.
+# Nodes of scalars that are sums of terms, or a term with another sign, shape or dtype, a choice, or
+# a function of a term, which of a mean is no sum over targets either.
 _SUMS_OF_TERMS = frozenset(
     names_of_nodes(
         "Add Add.1 Sub Sub.1 Rsub Rsub.1 Addcmul Lerp Lerp.1 Where NanToNum Neg Clone Alias ToCopy "
-        "Squeeze Squeeze.1 Squeeze.2 Unsqueeze View UnsafeView ReshapeAlias Expand"
+        "Squeeze Squeeze.1 Squeeze.2 Unsqueeze View UnsafeView ReshapeAlias Expand Abs Clamp "
+        "Clamp.1 ClampMax ClampMax.1 ClampMin ClampMin.1 Exp Expm1 Hardtanh LeakyRelu Log Log1P "
+        "Maximum Minimum Pow Relu Sqrt Softplus"
     )
 )
 # Nodes of products and quotients. Torch itself multiplies by MulBackward1: to smooth labels, say.
@@ -169,6 +172,12 @@ def _mean_by_hand(
     while below is not None and below.name() in _QUOTIENTS:  # of each element
         divisors += _divisor(below, below.name())
         below = below.next_functions[0][0]
+    if below is not None and below.name() == "MeanBackward1":  # of a batch, for each column
+        kept, dims = prod(output_shape(below, 0)), saved_ints(below, "dim")
+        elements = prod(_shape_below(below)) // (kept or 1)
+        first = -len(_shape_below(below))
+        if kept != count and (not dims or {0, first} & {*dims} or elements == count):
+            return elements
     if not divisors:
         return 0
     if kind.startswith("Nansum"):

@@ -226,6 +226,13 @@ class ModuleSnapshot:
             new = [key for key, x in attributes.items() if copy.get(key) is not x]
             yield from ((prefix + key, attributes, key) for key in new)
 
+    def new_buffers(self) -> Iterator[tuple[dict[str, Any], str]]:
+        """Yield the buffers that are other objects now: table and key."""
+        before = {id(table): copy for table, copy in self._tables.filled}
+        for own in self._own:
+            buffers, copy = own["_buffers"], before.get(id(own["_buffers"]), {})
+            yield from ((buffers, key) for key, x in buffers.items() if copy.get(key) is not x)
+
     def changed(self) -> _Changed:
         """Return the names of those parts that have other attributes, these, and what they were."""
         now, before = _values_in(self._own), self._values_before
@@ -419,6 +426,14 @@ class KeptState:
         now = snapshot.tensors_now()
         left = {k: (x, params) for k, (_, x) in now.items() if k not in before}
         self.made[key] = left | {k: made[k] for k in made.keys() & now.keys()}
+
+    def leave(self, module: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+        """Let a module keep the buffers that a call has assigned, as it keeps attributes."""
+        for name, value in buffers.items():
+            path, _, key = name.rpartition(".")
+            table = module.get_submodule(path)._buffers
+            self._end.enter_context(undone(partial(table.__setitem__, key, table[key])))
+            table[key] = value
 
     def put_back(self) -> None:
         """Let the modules keep what they did before the call."""

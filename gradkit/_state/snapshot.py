@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from gradkit._compat.transforms import transforms
+from gradkit._compat.transforms import is_of_ended_transform, transforms
 from gradkit._compat.undoing import INSIDE, undo_stack, undone
 from gradkit._core.user_code import CapturedObject, captured_by
 from gradkit._state import rng
@@ -37,7 +37,8 @@ class Snapshot:
         parts = [part for module in modules for part in module.modules()]
         own = [t for module in modules for t in (*module.parameters(), *module.buffers())]
         own += [x for part in parts for x in vars(part).values() if isinstance(x, Tensor)]
-        self._tensors = list({id(t): t for t in (*tensors, *own)}.values())
+        every = {id(t): t for t in (*tensors, *own) if not is_of_ended_transform(t)}
+        self._tensors = list(every.values())
         self.modules = unscripted(captured)
         self._generators = list(rng.generators(captured))
         self._state = TensorState(self._tensors)

@@ -69,7 +69,11 @@ def _has_scale(node: Any, scaler: GradScaler | None) -> bool:
     """Return whether the factor that a product has saved is the scale of a GradScaler."""
     factor = second_factor(node)  # also if its scaler's update() has written on it since
     is_scalar = type(factor) is Tensor and factor.dim() == 0 and not factor.is_meta
-    if not is_scalar or factor.dtype != torch.float32:
+    if not is_scalar:
+        return False
+    if factor.dtype == torch.float64:  # a number, as get_scale() returns
+        return scaler is not None and 1 != factor.item() == scaler.get_scale()
+    if factor.dtype != torch.float32:
         return False
     # For a list of losses torch saves a copy of the scale. A scale of 1 does no harm.
     scales = [one._scale for one in [*_living_scalers(), scaler] if one and one._scale is not None]

@@ -262,9 +262,10 @@ class _Rerun:
         return result
 
     def _read_attributes(self, inputs: dict[int, Tensor]) -> None:
-        """Note which attributes of modules a run has assigned that are tensors with a graph."""
-        new = chain.from_iterable(one.new_attributes() for one in self._snapshots)
-        for table, key in {(id(table), key): (table, key) for _, table, key in new}.values():
+        """Note which attributes, and buffers, a run has assigned that are tensors with a graph."""
+        new = [entry[1:] for one in self._snapshots for entry in one.new_attributes()]
+        new += [entry for one in self._snapshots for entry in one.new_buffers()]
+        for table, key in {(id(table), key): (table, key) for table, key in new}.values():
             value = table[key] = _replaced(table[key], inputs)  # an LSTM lists its weights anew
             is_new = isinstance(value, Tensor) and id(value) not in self._reachable
             if is_new and varies(value):
@@ -369,7 +370,9 @@ def _reachable(roots: Iterable[object], modules: Iterable[nn.Module]) -> dict[in
     """Return the tensors that objects refer to, and those of modules, by id."""
     values = chain.from_iterable(table.values() for table in _tables(modules))
     every = (*captured_by(*roots), *captured_by(*values))
-    return {id(x): x for x in every if isinstance(x, Tensor)}
+    # A list that a function logs to may hold tensors of an earlier vmap, of which torch makes none.
+    tensors = (x for x in every if isinstance(x, Tensor))
+    return {id(x): x for x in tensors if not levels.is_of_ended_transform(x)}
 
 
 _Contents: TypeAlias = list[tuple[CellType, Any]]

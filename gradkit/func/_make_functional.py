@@ -77,7 +77,8 @@ def make_functional(module: nn.Module) -> tuple[ModuleCall, Named, Named]:
         given, also if it raises. What the module keeps in attributes, such as an auxiliary loss or
         a state, the function that made the call reads, and its next call starts from, until the
         outermost call of gradkit ends: this call itself, where no other is around, so that such a
-        loss is to be read in a function that `func.value_and_grads` gets. It raises
+        loss is to be read in a function that `func.value_and_grads` gets. Buffers that it assigns
+        are read there, too (the next call starts from those that it is given). It raises
         `StructureError` for trees of other names, `LeafTypeError` for what is no tensor, and
         `UnsupportedGraphError` if the module assigns one of two names of a buffer, returns or keeps
         what would compute later with its own parameters, or reads what a pass with other parameters
@@ -205,6 +206,8 @@ def _run_on(
             _refuse_later(out, snapshot, changed, replaced, first_node)
         if around is not None:
             state.note(snapshot, tensors, changed)
+            left = {name: x for name, x in after.items() if name not in given}
+            state.leave(module, {k: x for k, x in left.items() if x is not new.get(k, x)})
         elif is_checked():
             _refuse_left(snapshot)
         return result

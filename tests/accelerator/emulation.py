@@ -40,6 +40,7 @@ def waits() -> AbstractContextManager[list[str]]:
 
 def hazards() -> AbstractContextManager[list[str]]:
     """Collect what two streams touch in a block without an order between them."""
+    torch.accelerator.synchronize()  # what a test before has left on another stream is done
     return _collected(torch.ops.emulated.take_hazards)
 
 

@@ -146,3 +146,16 @@ def test_memory_used_again_too_early_is_seen(
         torch.zeros(3, device=device)
     kinds = {text.partition(":")[0] for text in seen}
     assert kinds == ({"memory used again"} if way == "nothing" else set())
+
+
+def test_what_was_left_before_a_block_is_no_hazard_in_it(
+    device: torch.device, stream: torch.Stream
+) -> None:
+    x = torch.ones(3, device=device)
+    stream.wait_stream(torch.accelerator.current_stream())
+    with stream:
+        x.sum()
+    del x
+    with emulation.hazards() as seen:
+        torch.zeros(3, device=device)
+    assert not seen

@@ -282,6 +282,12 @@ def means(x: Tensor, w: Tensor) -> dict[str, tuple[Tensor, str]]:
         "by elements": (out.sum() * (1 / out.numel()), "a mean over 40"),
         "each by hand": ((out / n).sum(), "a mean over 10"),
         "masked": ((out * (p > 0.1)).sum() / 9, "a mean over 9"),  # whose count is 9
+        "of the batch": (out.square().mean(0).sum(), "a mean over 10"),
+        "batch in columns": ((out.T.mean(-1, keepdim=True) / 2).sum(), "a mean over 10"),
+        "clamped": (out.mean().clamp(min=0.0) + out.mean().clamp(0, 1), "a mean over 40"),
+        "hinge": (functional.relu(out.mean() - 0.2), "a mean over 40"),
+        "root": (out.square().mean().sqrt(), "a mean over 40"),
+        "larger": (torch.maximum(out.mean(), total), "a mean over 40, as one of its terms"),
     }
 
 
@@ -311,6 +317,8 @@ def test_sums_whatever_they_are_multiplied_by_are_taken(device: torch.device) ->
         lambda out: functional.layer_norm(out, (4,)).square().sum() + 1e-4 * w.square().sum(),
         lambda out: torch.stack([out.mean(), out[:1].mean()]).sum(),
         lambda out: out[:1, :1].mean(),
+        lambda out: out.T.square().mean(0).sum(),  # of each row: there are as many as the count
+        lambda out: functional.relu(out.square().sum() - 1) + out.norm().exp(),
         lambda out: cross_entropy(out[:1], y[:1]) * 2,
     ):
         total = gradkit.Accumulator(w)

@@ -467,3 +467,39 @@ def test_a_gradient_is_not_the_weight_of_the_caller(device: torch.device) -> Non
     _, got = func.value_and_grads(lambda w: w, weights=weight)(w)
     got.zero_()
     assert weight == 2
+
+
+def test_a_log_of_tensors_of_a_transform_stops_no_later_call(device: torch.device) -> None:
+    """A list in a closure holds tensors of a vmap that has returned: torch makes none of them."""
+    w, x = torch.ones(3, device=device), torch.tensor([[0.1, 0.2, 0.4]] * 2, device=device)
+    log: list[Tensor] = []
+
+    def fn(w: Tensor, x: Tensor) -> Tensor:
+        log.append((w * x).sum())
+        return log[-1] ** 2
+
+    def one(w: Tensor) -> Tensor:
+        return fn(w, x[0])
+
+    def quiet(w: Tensor) -> Tensor:
+        return (w * x[0]).sum() ** 2 + 0 * len(log)
+
+    firsts: tuple[Callable[[], Any], ...] = (
+        lambda: func.per_sample_grads(fn)(w, x),
+        lambda: torch.vmap(torch.func.grad(fn), (None, 0))(w, x),
+        lambda: torch.func.jvp(one, (w,), (w,)),
+        lambda: func.hvp(one, w, w),
+    )
+    right = 2 * (w @ x[0]) * x[0]
+    for first in firsts:
+        log.clear()
+        first()
+        for call in (
+            lambda: func.value_and_grads(func.checkpoint(quiet))(w)[1],
+            lambda: func.value_and_grads(lambda w: func.checkpoint(lambda: quiet(w))())(w)[1],
+            lambda: func.per_sample_grads(fn)(w, x)[0],
+            lambda: func.hvp(one, w, w)[0],
+            lambda: func.linearize(one, w)[1](torch.eye(3, device=device)[0]) / x[0, 0] * x[0],
+        ):
+            torch.testing.assert_close(call(), right)
+        func.check_grads(lambda w: fn(w, x[0].double()), w.double())

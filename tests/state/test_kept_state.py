@@ -35,6 +35,7 @@ class Record:
 # How a module keeps a tensor, and how that is read: what is added up, in the end.
 KEEPS: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[Any], Any]]] = {
     "attribute": (lambda m, a: setattr(m, "left", a), lambda m: m.left),
+    "buffer": (lambda m, a: setattr(m, "held", a), lambda m: m.held),
     "created": (lambda m, a: setattr(m, "made", a), lambda m: m.made),
     "list": (lambda m, a: m.items.append(a), lambda m: sum(m.items)),
     "dict": (lambda m, a: m.table.update(aux=a), lambda m: m.table["aux"]),
@@ -59,12 +60,14 @@ class Keeps(nn.Module):
     """A module that keeps tensors in the given ways."""
 
     seen: Tensor
+    held: Tensor
 
     def __init__(self, *kinds: str) -> None:
         super().__init__()
         self.kinds = kinds
         self.w = nn.Parameter(torch.tensor(0.7, dtype=DOUBLE))
         self.register_buffer("seen", torch.zeros((), dtype=DOUBLE), persistent=False)
+        self.register_buffer("held", torch.zeros((), dtype=DOUBLE))
         self.left: Any = None
         self.items: list[Any] = []
         self.table: dict[str, Any] = {}
@@ -127,7 +130,7 @@ def uses(module: nn.Module, out: Callable[[Tensor], Tensor], times: int, x: Tens
     return total + module[0].kept()
 
 
-ONE_PLACE = {"attribute", "tuple", "state", "cache"}  # only one of them can be there
+ONE_PLACE = {"buffer", "attribute", "tuple", "state", "cache"}  # only one of them can be there
 kinds = st.lists(st.sampled_from(sorted(KEEPS)), min_size=1, max_size=3, unique=True)
 
 
@@ -142,6 +145,8 @@ def test_every_call_is_plain_autograd_of_the_module(
     device: torch.device, by: str, kinds: list[str], times: int, at: float
 ) -> None:
     """What it keeps counts, and carries from call to call; and the module is as before, deeply."""
+    if by == "functional_call":  # whose buffers are the module's, which keeps them
+        kinds = ["attribute" if kind == "buffer" else kind for kind in kinds]
     module = nn.Sequential(Keeps(*kinds)).to(device)
     x = torch.tensor([0.3, -0.8], dtype=DOUBLE, device=device)
     p = {"0.w": torch.tensor(at, dtype=DOUBLE, device=device)}
@@ -167,7 +172,7 @@ def test_every_call_is_plain_autograd_of_the_module(
             lambda p, _, x: loss(p, x), p, [x], meta.sgd(lr=1.0)
         ).params["0.w"],
     }  # fmt: skip
-    if set(kinds) <= {"attribute", "created", "state", "cache", "deleted"}:
+    if set(kinds) <= {"attribute", "buffer", "created", "state", "cache", "deleted"}:
         again = func.checkpoint(loss)  # which refuses tensors with a graph in containers
         run["checkpoint"] = lambda: func.value_and_grads(again)(p, x)[1]["0.w"]
     before = state(module)
@@ -189,7 +194,7 @@ def test_a_call_by_itself_leaves_the_module_as_it_was(device: torch.device, kind
     assert state(module) == before
 
 
-@pytest.mark.parametrize("kind", sorted(set(KEEPS) - {"deleted"}))
+@pytest.mark.parametrize("kind", sorted(set(KEEPS) - {"deleted", "buffer"}))
 def test_checked_refuses_what_an_eager_call_leaves(device: torch.device, kind: str) -> None:
     module = nn.Sequential(Keeps(kind)).to(device)
     call, params, buffers = func.make_functional(module)
@@ -283,7 +288,7 @@ def test_state_with_its_graph_cut_is_carried_over(device: torch.device) -> None:
 
 @pytest.mark.parametrize("by", ["make_functional", "functional_call"])
 @pytest.mark.parametrize("chunk_size", [None, 1])
-@pytest.mark.parametrize("kind", sorted(set(KEEPS) - {"deleted"}))
+@pytest.mark.parametrize("kind", sorted(set(KEEPS) - {"deleted", "buffer"}))
 def test_staged_refuses_a_loss_that_encode_has_left(
     device: torch.device, kind: str, chunk_size: int | None, by: str
 ) -> None:
