@@ -83,12 +83,15 @@ def micro_batches(sentences: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
         yield own[start : start + MICRO_BATCH]
 
 
-def mean_of_means(module: nn.Module, sentences: Sequence[Tensor], device: torch.device) -> Tensor:
+def mean_of_means(
+    replica: DistributedDataParallel, sentences: Sequence[Tensor], device: torch.device
+) -> Tensor:
     """Return the gradient that a loop computes that divides by the number of micro-batches."""
     grads = []
-    for part in micro_batches(sentences):
-        total, count = nats(module, part, device)
-        grads.append(gradkit.value_and_grads(total / count, module)[1])
+    with replica.no_sync():  # the gradients are this process's
+        for part in micro_batches(sentences):
+            total, count = nats(replica.module, part, device)
+            grads.append(gradkit.value_and_grads(total / count, replica.module)[1])
     mean = gradkit.tree.scale(gradkit.tree.add(*grads), 1 / len(grads))
     return flat(gradkit.distributed.all_reduce(mean))
 
@@ -116,7 +119,7 @@ def experiment(steps: int, device: torch.device) -> tuple[list[float], float, li
             accumulator.add_(*nats(replica, part, device))
         loss, grads = accumulator.mean()
 
-        wrong = mean_of_means(replica.module, sentences, device)
+        wrong = mean_of_means(replica, sentences, device)
         errors.append(float((wrong - flat(whole)).norm() / flat(whole).norm()))
         gradkit.step_(optimizers[0], alone, whole)
         gradkit.step_(optimizers[1], replica, grads)

@@ -166,7 +166,7 @@ _hidden_passes: set[int] = set()
 def observing(observer: Recorders) -> Iterator[None]:
     """Include the observer's tensors in every pass of this thread inside the block."""
     with named_thread() as thread, INSIDE:  # a generator may end the block in another one
-        mine = observers.setdefault(thread, _Observers())
+        mine = observers.get(thread) or _Observers()
 
         def end() -> None:
             mine.active[:] = [other for other in mine.active if other is not observer]
@@ -174,6 +174,7 @@ def observing(observer: Recorders) -> Iterator[None]:
                 del observers[thread]
 
         with undone(end):
+            observers[thread] = mine
             mine.active.append(observer)
             yield
 

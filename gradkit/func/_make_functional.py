@@ -206,8 +206,8 @@ def _run_on(
             _refuse_later(out, snapshot, changed, replaced, first_node)
         if around is not None:
             state.note(snapshot, tensors, changed)
-            left = {name: x for name, x in after.items() if name not in given}
-            state.leave(module, {k: x for k, x in left.items() if x is not new.get(k, x)})
+            if new:
+                state.leave(module, {k: x for k, x in after.items() if new.get(k, x) is not x})
         elif is_checked():
             _refuse_left(snapshot)
         return result

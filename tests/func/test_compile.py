@@ -465,7 +465,7 @@ KNOWN_BUGS: dict[str, Callable[..., Any]] = {
     "roll": func.per_sample_grads(lambda w, x: torch.roll(w.sum() * x.sum(), 1)),
     "layer_norm": grad(partial(squared_samples, normed)),
     "batch_norm": func.per_sample_grads(
-        lambda w, x: functional.batch_norm((x * w)[None], None, None, training=True).sum()
+        lambda w, x: functional.batch_norm(torch.outer(x, w), None, None, training=True).sum()
     ),
     "a loss of exactly one element": func.value_and_grads(lambda w, x: (w * x)[:2, 0]),
 }

@@ -315,10 +315,10 @@ SUBJECTS = {
     "write_grads_": Subject(
         lambda w: lambda: gradkit.write_grads_(w.params, w.given), mutates=True
     ),
-    "unroll": Subject(unrolled, mutates=True),  # the statistics of its batch norm
+    "unroll": Subject(unrolled, mutates=True),  # the statistics of its batch norm, as below
     "unroll, recomputed": Subject(recomputed),
     "make_functional's call": Subject(called),
-    "staged_value_and_grads": Subject(staged),
+    "staged_value_and_grads": Subject(staged, mutates=True),
 }
 
 
