@@ -32,7 +32,7 @@ from gradkit.errors import (
 __all__ = ["RetainedGrads", "safe_retain"]
 
 _Read: TypeAlias = Callable[["_KeptTree"], PyTree]
-# Of the name of a module, and a tree of what one run of it was given, or has returned.
+# The function gets a module's name, and a tree of what one run of it was given, or has returned.
 _SeeRun: TypeAlias = Callable[[str, PyTree], None]
 
 
@@ -60,7 +60,7 @@ class RetainedGrads:
     def __init__(self, inputs: RetainedGrads | None = None) -> None:
         self._inputs = inputs
         self._recorders = Recorders()
-        # Of a function of a tree that is kept, and of what stands for a module that did not run.
+        # The function gets one of a tree that is kept, and what stands for a module that did not run.
         self._collect: Callable[[_Read, Any], PyTree] = lambda read, missing: {}
 
     @property

@@ -140,7 +140,7 @@ class ArrivalCapture:
         self.own_pass: list[int] = []  # the number of the pass, once it has begun
         self._arrived: dict[int, dict[int, Tensor]] = {}
         self._create_graph = create_graph
-        # By the number of a non-leaf, the version that its gradient arrived with: a sibling may
+        # The version that the gradient of each non-leaf arrived with, by its number: a sibling may
         # have written on it before. What its own hooks write belongs to it.
         self.versions: dict[int, int] = {}
         self._hooked = {id(v) for v in to_copy if tensor_hooks(v)}

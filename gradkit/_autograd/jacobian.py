@@ -118,7 +118,7 @@ def why_not_batched(below: Subgraph, allowed: Collection[str] = ()) -> str | Non
     for kind in below.kinds:
         if kind.__name__ in _UNBATCHABLE:
             return _UNBATCHABLE[kind.__name__]
-    # Of the Functions that are allowed, it is known that they do.
+    # The Functions that are allowed are known to take batches.
     kinds = [kind for kind in below.kinds if kind.__name__ not in allowed]
     custom = user_code.user_functions(kinds)
     if custom:

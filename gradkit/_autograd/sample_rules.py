@@ -304,9 +304,10 @@ class Factors(NamedTuple):
 
 
 PerSampleGrads: TypeAlias = Factors | Tensor  # or the gradients themselves, `[B, *variable.shape]`
-# Of a use, the cotangent of its operation, and the variable.
+# A rule gets a use, the cotangent of its operation, and the variable.
 GradRule: TypeAlias = Callable[[SharedOperand, Tensor, Tensor], PerSampleGrads]
-# Of a node and its cotangent: a term for each element of its output, whose channels are dim 1.
+# The function gets a node and its cotangent, and returns a term for each element of the output,
+# whose channels are dim 1.
 Terms: TypeAlias = Callable[[Node, Tensor], Tensor]
 
 
@@ -417,7 +418,7 @@ def _batch_norm_terms(node: Node, cotangent: Tensor) -> Tensor:
     return cotangent.mul((saved(node, "input") - mean) * rstd)
 
 
-# By the kind of node, which of its inputs the variable is, and whether it was transposed.
+# The keys are the kind of node, which of its inputs the variable is, and whether it was transposed.
 _GRAD_RULES: dict[tuple[str, int, bool], GradRule] = {
     ("MmBackward0", 1, False): _matrix("self"),
     ("MmBackward0", 1, True): _matrix("self"),

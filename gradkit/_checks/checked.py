@@ -49,8 +49,8 @@ class CheckedForward(ForwardMonitor):
 
     def enter_block(self, block: object) -> None:
         """Watch until the last block has ended."""
-        # At the bottom: with a mode of the user's that begins before the block and ends inside, the
-        # top of the stack is taken off, whatever stands there.
+        # The monitor goes to the bottom: a mode of the user's that begins before the block and ends
+        # inside takes off the top of the stack, whatever stands there.
         self._open.add(block)
         if self not in transforms.function_modes():
             transforms.slip_under_modes(self)

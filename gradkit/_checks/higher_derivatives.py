@@ -201,7 +201,7 @@ def _is_once_differentiable(kind: Any) -> bool:
     return getattr(backward, "__code__", None) is _WRAPPER_CODE
 
 
-# Of the wrapper that once_differentiable makes, which is the same for all.
+# The wrapper that once_differentiable makes has the same code for all.
 _WRAPPER_CODE = once_differentiable(lambda ctx: None).__code__
 
 

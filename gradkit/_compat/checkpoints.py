@@ -25,15 +25,15 @@ from gradkit._compat.nodes import changed_since_saved, hooked_tensors, packed_te
 Frame: TypeAlias = Any
 _FRAME: type = torch.utils.checkpoint._CheckpointFrame
 CHECKPOINT_MODULE: str = _FRAME.__module__
-# By the name of a determinism check: what makes, of each tensor that a checkpoint saves, something
-# that torch compares with what it makes of the tensor that is recomputed:
+# A determinism check makes, of each tensor that a checkpoint saves, something that torch compares
+# with what the check makes of the tensor that is recomputed:
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/checkpoint.py#L905
 determinism_checks: dict[str, Callable[[Tensor], Any]] = (
     torch.utils.checkpoint._allowed_determinism_checks_to_fns
 )
 # Runs operations that no mode around sees, a selective checkpoint's neither.
 modes_disabled: Callable[[], AbstractContextManager[Any]] = _disable_current_modes
-# Of a selective checkpoint, which raises a RuntimeError.
+# A selective checkpoint raises a RuntimeError with these words.
 _OTHER_OPERATIONS = re.compile(
     "selective activation checkpoint has been mutated|encountered during backward but not found"
 )

@@ -46,7 +46,7 @@ def disable_compile(function: F) -> F:
     marked: Any = function
     marked._torchdynamo_disable = True
     marked._torchdynamo_disable_msg = _REASON
-    # Of a context manager, the code of the generator inside.
+    # A context manager wraps a generator, whose code this is.
     code: CodeType = getattr(function, "__wrapped__", function).__code__
     _dynamo.set_code_exec_strategy(code, _LEAVE)
     return function

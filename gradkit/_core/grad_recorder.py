@@ -156,7 +156,7 @@ class _Observers:
         self.begin = begin  # is called with the number of each pass
 
 
-# By the thread that calls passes; empty while nothing is observed.
+# The keys are the threads that call passes; there are none while nothing is observed.
 observers: dict[int, _Observers] = {}
 _NONE = _Observers()
 _hidden_passes: set[int] = set()

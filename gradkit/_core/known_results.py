@@ -53,8 +53,8 @@ class Result(Function):
     @classmethod
     def of(cls, rule: Rule, tensors: Iterable[Tensor], values: Sequence[Tensor] = ()) -> Tensors:
         """Return what the rule computes from tensors, or copies of values, as results of these."""
-        # Outside of transforms not `cls.apply`, which looks up what each argument is called first:
-        # that takes two thirds of its time.
+        # Outside of transforms, the engine's own `apply` will do: `cls.apply` first looks up what
+        # each argument is called, which takes two thirds of its time.
         apply: Any = cls.apply if transforms() else super(Function, cls).apply  # type: ignore[misc]
         given = map(without_ended_levels, (*values, *tensors))
         return cast("Tensors", apply(rule, len(values), *given))

@@ -117,7 +117,7 @@ class Params:
         return pytree.path(self.spec, list(self.slots).index(variable), self.root)
 
 
-# Of a call that differentiates with respect to whatever leaves there are.
+# A call with these differentiates with respect to whatever leaves there are.
 NO_PARAMS = Params(
     [], pytree.flatten(())[1], [], [], "params", no_subclasses=True, only_leaves=True
 )

@@ -153,8 +153,8 @@ def spec_of_keys(keys: tuple[str, ...]) -> optree.PyTreeSpec:
     return spec
 
 
-# By the id of a structure from there, which stays its own as long as the structure stands here. One
-# that has been dropped is still right, and takes longer.
+# The keys are ids of structures, which stay theirs as long as the structures stand here. One that
+# has been dropped is still right, and takes longer.
 _MOST_SPECS = 1024
 _keys_of_spec: dict[int, tuple[optree.PyTreeSpec, tuple[str, ...]]] = {}
 
@@ -197,7 +197,7 @@ def partition_tensors(
 ) -> tuple[list[torch.Tensor], Callable[[Iterable[torch.Tensor]], PyTree]]:
     """Return the tensors of a tree, and a function that puts others in their places."""
     leaves, spec = flatten(tree)
-    # Without the tensors: the function must not keep them alive.
+    # The tensors are left out: the function must not keep them alive.
     constants = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
     def rebuild(tensors: Iterable[torch.Tensor]) -> PyTree:
@@ -279,7 +279,7 @@ def broadcast_prefix(
     spec, prefix_spec = _by_optree(flatten(tree)[1]), _by_optree(prefix_spec)
     try:
         below = cast("list[Any]", prefix_spec.flatten_up_to(tree))
-        # Through a whole tree: optree.broadcast_prefix follows the key order of the prefix.
+        # The whole tree gives the order: optree.broadcast_prefix has the key order of the prefix.
         parts = [flatten(part) for part in below]
         full = [
             part_spec.unflatten([value] * len(leaves))

@@ -42,7 +42,7 @@ def weight_norm(operation: Operation | None, v: Tensor, g: Tensor, dim: int = 0)
     if operation is not None and v.is_complex():
         return operation(v, g, dim)  # no kernel, and none of its wrong derivatives
     exact = v.contiguous().to(torch.promote_types(v.dtype, torch.float32))  # as torch's kernel
-    # Of the norm of all, which -1 means there, torch has no jvp.
+    # Torch has no jvp of the norm of all, which -1 means there.
     norm: Tensor = exact.norm() if dim == -1 else torch.norm_except_dim(exact, 2, dim)
     result = (exact * (g / norm)).to(v.dtype)
     return (result, norm.detach()) if "interface" in _name_of(operation) else result

@@ -20,7 +20,7 @@ _OTHER = f"other operations; or {_BY_FUNCTION}"
 _FORWARD = re.compile(r"forward AD with (aten::)?(\w+) that does not support it")
 _MISSING = re.compile(r"derivative for '?(?:aten::)?([\w: ]+?)'? is not implemented")
 _IN_PLACE = ("acosh", "asinh", "atanh")
-# By torch's name: what it is called, and what to write in its place.
+# The keys are torch's names; the values, what users call it, and what to write in its place.
 _KNOWN: dict[str, tuple[str, str]] = {
     "igamma": ("torch.special.gammainc(a, x) by a", _ALONE.format("a")),
     "igammac": ("torch.special.gammaincc(a, x) by a", _ALONE.format("a")),
@@ -45,7 +45,7 @@ OF_NESTED = (
     "pad it: torch.zeros(count, longest, width).index_put((row_of_each, place_of_each), values); "
     "or, for a first derivative, compute it eagerly: gradkit.value_and_grads(losses, params)",
 )
-# By a part of torch's text: what came, and what to do.
+# The keys are parts of torch's texts; the values say what came, and what to do.
 _TEXTS: dict[str, tuple[str, str]] = {
     "The QR decomposition is not differentiable": (
         "torch.linalg.qr with mode='complete' of a matrix that has more rows than columns",

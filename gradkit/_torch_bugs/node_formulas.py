@@ -42,7 +42,7 @@ _FUSED_ATTENTION = (
     "FlashAttention", "FlashAttentionForCpu", "EfficientAttention", "CudnnAttention",
     "FusedAttentionOverrideable",
 )  # fmt: skip
-# By the kind of node.
+# The keys are kinds of nodes.
 NODE_FORMULAS: dict[str, Callable[[Any], OfNode]] = {
     **{f"ScaledDotProduct{kernel}Backward0": _attention_of for kernel in _FUSED_ATTENTION},
     "WeightNormInterfaceBackward0": lambda node: (

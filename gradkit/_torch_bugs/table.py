@@ -72,8 +72,8 @@ class OpCall:
         return any(levels) or any(map(transforms.carries_tangent, tensors))
 
 
-# Of a node, whether its pass has a graph, and whether torch then decomposes matrices: what an error
-# says came if torch is wrong for the values that the node has saved.
+# A reader gets a node, whether its pass has a graph, and whether torch then decomposes matrices. It
+# returns what an error says came if torch is wrong for the values that the node has saved.
 Reader: TypeAlias = Callable[[Node, bool, bool], str | None]
 BATCHED, DERIVATIVE_OF_BATCHED = ("Grad", _PASS), ("Grad", "Grad", _PASS)
 _FIRST: tuple[Stack, ...] = (("Grad",), ("Jvp",))
@@ -351,7 +351,7 @@ ROWS = (
     Defect("scatter_reduce", issues="196702", formula=formulas.scatter_reduce, also=_FIRST,
            when=_reduces_wrongly, aliases="scatter_reduce_",
            values={"ScatterReduceBackward0": partial(_reduction, src="src")}),
-    # Of forward mode it has none.
+    # Torch has no forward mode of index_reduce.
     Defect("index_reduce", formula=formulas.index_reduce, also=_FIRST, aliases="index_reduce_",
            when=lambda call, stack: stack == ("Jvp",) or _reduces_wrongly(call, stack),
            values={"IndexReduceBackward0": partial(_reduction, src="source")}),
@@ -445,7 +445,7 @@ _prefixes = "", "_", "linalg_", "_linalg_", "special_"
 _here = [(name, row) for name, row in _every if row.stacks]
 ALIASES = {alias: name for name, row in _here for alias in row.aliases.split()}
 ALIASES |= {prefix + name: name for name, _ in _here for prefix in _prefixes}
-# By the kind of node.
+# The keys are kinds of nodes.
 CALLS_OF_NODES = {
     kind: (name, kept) for name, row in REFUSED.items() for kind, kept in row.nodes.items()
 }

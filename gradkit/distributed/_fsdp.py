@@ -110,7 +110,7 @@ def _make_plan(call: DistributedCall, groups: Sequence[Any]) -> tuple[_Plan, Des
     unsharded = [leaves[key] for key in in_graph if key in leaves]
     columns = {id(leaf): index for index, leaf in enumerate(unsharded)}
     groups_of_losses = [every] if call.joint else [[index] for index in every]
-    # Of the gradients, by loss and variable.
+    # The gradients have these, by loss and variable.
     specs = tuple(
         GradSpec.of(param) if key in reached else None
         for reached in [view.below(group).leaves for group in groups_of_losses]
@@ -195,7 +195,7 @@ class _ShardedRunner(PassRunner):
             try:
                 if not self.shards:  # FSDP's hooks gather, and see no gradient to reduce
                     return PassRunner.grads(self, outputs, seeds, variables, retain=retain)
-                # For these variables only: other leaves may have hooks that step an optimizer.
+                # Only these variables get one: other leaves may have hooks that step an optimizer.
                 self.backward(outputs, seeds, variables, retain=retain)
                 # Copies: the shards of a module are parts of one buffer.
                 return [None if t.grad is None else t.grad.clone() for t in self.shards]

@@ -265,7 +265,7 @@ def sequential(
     rows = JacobianRows(first.call, params)
     count = len(rows.elements)
     size = held_at_a_time or count
-    # By the way in which gradients are sharded.
+    # The keys are the ways in which gradients are sharded.
     products: _BySharding = defaultdict(partial(rows.zeros, count, count))
     for start in range(0, count, size):
         stop = min(start + size, count)

@@ -341,7 +341,8 @@ class ReductionPlan(NamedTuple):
         return buckets(self.common, alone=True)[0]
 
 
-# Of the last calls, by what their gradients depend on; None where those differed between calls.
+# The last calls have plans, by what their gradients depend on; None where those differed between
+# calls.
 plans: OrderedDict[Hashable, ReductionPlan | None] = OrderedDict()
 
 

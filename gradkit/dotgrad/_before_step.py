@@ -157,7 +157,7 @@ _NEEDED = {
     "Adadelta": "step square_avg acc_delta", "Rprop": "step prev step_size",
     "ASGD": "step eta mu ax", "Adafactor": "step", "SparseAdam": "step exp_avg exp_avg_sq",
 }  # fmt: skip
-# By what was there when each state of an optimizer fitted: a reference to that optimizer.
+# The keys are what was there when each state of an optimizer fitted; the values refer to it.
 looked_at: dict[tuple[Any, ...], Any] = {}
 
 

@@ -63,8 +63,8 @@ _BETAS = (("betas", "beta1", "beta2"),)
 _ADAM = Kernel(
     adam, _adam_states, (*_COMMON, "eps", "amsgrad", "fused", "decoupled_weight_decay"), _BETAS
 )
-# Of these, the foreach kernels give the same bits on the CPU in single and double precision, which
-# tests/dotgrad/test_kernels.py runs; those of ASGD, NAdam and RAdam do not.
+# The foreach kernels of these optimizers give the same bits on the CPU in single and double
+# precision, which tests/dotgrad/test_kernels.py runs; those of ASGD, NAdam and RAdam do not.
 KERNELS: dict[Any, Kernel] = {
     optim.SGD: Kernel(
         sgd,

@@ -42,7 +42,8 @@ forward_ad: Any = _forward_ad  # whose functions have no types
 Tensors: TypeAlias = Sequence[Tensor]
 Function: TypeAlias = Callable[[Tensors], Tensors]
 Mode = Literal["reverse", "forward"]
-# Of the number of a leaf, or None for all: its path, and the operation that leads to it.
+# The function gets the number of a leaf, or None for all, and returns its path, and the operation
+# that leads to it.
 Names: TypeAlias = Callable[[int | None], tuple[str, str | None]]
 Kind: TypeAlias = tuple[tuple[str, ...], str, bool]  # modes from the innermost, API, varying or not
 

@@ -178,7 +178,7 @@ class Recomputation:
         point: Tensors,
     ) -> Grads:
         """Return the gradients from a run outside of a vmap that has batched cotangents alone."""
-        # Inside, a random operation would raise, or draw for each of the batch.
+        # A random operation inside the vmap would raise, or draw for each of the batch.
         arrived = [x is not None for x in cotangents]
 
         def fn(*variables: Tensor) -> tuple[Tensor, ...]:

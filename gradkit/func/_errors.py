@@ -201,7 +201,7 @@ _REMOVE = (
     "checkpointing, model.gradient_checkpointing_disable() and model.disable_input_require_grads()"
 )
 _HIGHER_ORDER = "torch._higher_order_ops."
-# By the module of torch that has it.
+# The keys are the modules of torch that have the operation.
 _IN_ITS_PLACE = {
     "cond": "torch.where, or an if of Python",
     "scan": "a loop of Python",

@@ -88,7 +88,7 @@ class LevelPasses:
         weights = [seed for seed in cotangents if seed is not None]
 
         def run(create: bool, edges: Sequence[Any] = (), keep: bool = False) -> Grads:
-            # With a graph, the pass may be refused, and run again without.
+            # A pass with a graph may be refused, and run again without.
             keep |= retain | create
             given = roots, [*variables, *edges], weights or None
             return engine.inner_grads(*given, create_graph=create, retain_graph=keep)

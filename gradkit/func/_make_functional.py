@@ -311,7 +311,7 @@ def _listed(names: list[Any]) -> str:
 
 
 _SET_DATA = cast("Any", torch.Tensor).data.__set__
-# Of arguments among which no parameter of a module's own is, and no list that may hold one.
+# Arguments of these types are no parameters of a module's own, and no lists that may hold one.
 _NO_PARAMETERS = {Tensor, int, float, bool, str, type(None), torch.Size, torch.dtype, torch.device}
 
 

@@ -85,7 +85,7 @@ def muon(
     return Optimizer("muon", hyper, entries, rule, checks_ranges=True, ndim=2)
 
 
-# By the numbers of rows and columns of a matrix.
+# The ratios depend on the numbers of rows and columns of a matrix.
 _LR_RATIOS: dict[str, Callable[[int, int], float]] = {
     "original": lambda rows, columns: sqrt(max(1, rows / max(columns, 1))),
     "match_rms_adamw": lambda rows, columns: 0.2 * sqrt(max(rows, columns)),

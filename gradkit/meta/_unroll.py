@@ -237,7 +237,7 @@ def _segments(
         return partial(steps.run_recomputed, step), 1
 
     def nested(carry: Carry, inputs: StepInputs, *, create_graph: bool) -> StepOutputs:
-        # To differentiate a segment, each step is recomputed once more.
+        # Each step is recomputed once more where a segment is differentiated.
         once = partial(step, create_graph=False)
         run = partial(steps.run_recomputed, step) if create_graph else once
         return _loop(run, carry, inputs, 1, trajectory)

@@ -25,7 +25,7 @@ _WINDOW = 2  # steps averaged on either side
 _MAX_NUMBERS = 16
 _MAX_ROWS = 40
 
-# Of the graphs of losses.
+# The graphs of losses have these colors.
 _LOSS, _HEAD, _TRUNK, _PARAMS, _EDGE = "#fff3cd", "#e3f2fd", "#bbdefb", "#f1f1f1", "#555555"
 _ROW_HEIGHT, _MIN_DISTANCE = 1.6, 0.9
 _MAX_LOSSES, _MAX_NAMES = 8, 4

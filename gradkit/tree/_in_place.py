@@ -29,7 +29,7 @@ from gradkit.errors import (
 )
 from gradkit.tree._arithmetic import Leaf, aligned_leaves, are_dense, are_of_one_kind, group_alike
 
-# Of a leaf of the tree whose name is given.
+# The function gets the name of a tree, and returns the path of a leaf in it.
 _Path: TypeAlias = Callable[[str], str]
 _requires_grad = attrgetter("requires_grad")
 # torch raises for a number that is out of the range of the tensors.
