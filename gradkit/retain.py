@@ -60,7 +60,7 @@ class RetainedGrads:
     def __init__(self, inputs: RetainedGrads | None = None) -> None:
         self._inputs = inputs
         self._recorders = Recorders()
-        # The function gets one of a tree that is kept, and what stands for a module that did not run.
+        # The function gets one of a kept tree, and what stands for a module that did not run.
         self._collect: Callable[[_Read, Any], PyTree] = lambda read, missing: {}
 
     @property
