@@ -70,9 +70,10 @@ accelerator: $(VENV)/ready
 test-fast: $(VENV)/ready
 	$(PYTEST) $(FAST)
 
-# The examples in full, other tools, sweeps. SKIP="tests/a.py tests/b.py::test_c" is left out.
-test-slow: $(VENV)/bench
-	$(PYTEST) -m slow $(addprefix --deselect=,$(SKIP))
+# The examples in full, other tools, sweeps. SKIP="tests/a.py tests/b.py::test_c" is left out;
+# SHARD=2/8 runs the second eighth, without other libraries.
+test-slow: $(VENV)/$(if $(SHARD),ready,bench)
+	$(PYTEST) -m slow $(addprefix --deselect=,$(SKIP)) $(addprefix --shard=,$(SHARD))
 
 # Random programs with gradkit and with plain torch: make fuzz SECONDS=600 SEED=1. Exit status 1 if
 # any was wrong; each is named with the command that runs it again.

@@ -44,7 +44,7 @@ def test_two_features_can_be_better_than_one(device: torch.device) -> None:
     assert last.regrets(cases) == [1.0] * len(cases)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fell back:gradkit.GradkitWarning")
 def test_the_sweep_has_a_case_of_each_kind(
     device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -144,7 +144,7 @@ def matrices(size: int) -> Iterator[Tensor]:
     yield random(size, size, seed=7) * torch.logspace(-4, 4, size, dtype=D)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", others_slow(range(1, 5), [1, 4]))
 def test_det_of_every_rank(device: torch.device, size: int) -> None:
     for matrix in matrices(size):
         assert_derivatives(torch.linalg.det, by_permutations, matrix.to(device))
@@ -163,7 +163,7 @@ def of_parts(det: Callable[[Tensor], Tensor], parts: Tensor) -> Tensor:
     return value.real + 2 * value.imag
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", others_slow(range(1, 4), [1, 3]))
 def test_det_of_complex_matrices(device: torch.device, size: int) -> None:
     for matrix in matrices(size):
         unitary = torch.linalg.qr(torch.complex(random(size, size, seed=8), matrix))[0]

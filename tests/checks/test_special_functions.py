@@ -60,8 +60,17 @@ def points(device: torch.device, name: str) -> Tensor:
     return x if name in BESSEL else x / 3 - 0.4
 
 
-@pytest.mark.parametrize("order", [1, 2, pytest.param(3, marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", SPECIAL_FUNCTIONS)
+THIRD = {"bessel_j1", "scaled_modified_bessel_k0", "hermite_polynomial_h", "legendre_polynomial_p"}
+ORDERS = [
+    *((name, order) for name in SPECIAL_FUNCTIONS for order in (1, 2)),
+    *(
+        pytest.param(name, 3, marks=pytest.mark.long if name in THIRD else pytest.mark.slow)
+        for name in SPECIAL_FUNCTIONS
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "order"), ORDERS)
 def test_every_derivative_of_an_order(device: torch.device, name: str, order: int) -> None:
     fn, x = of_order(name), points(device, name)
     for stack in product(("Grad", "Jvp"), repeat=order):

@@ -64,17 +64,11 @@ def tree_tensors(values: Any) -> list[Tensor]:
     return [x for x in torch.utils._pytree.tree_leaves(values) if isinstance(x, Tensor)]
 
 
-# To compile one takes seconds: this and Adam with every change, all of them in the slow tier.
-FEW = {"sgd, Nesterov"}
-
-
+# Each takes seconds to compile: Adam here, the others in the slow tier.
 @pytest.mark.parametrize(
     ("name", "scheduled"),
     [
-        *(
-            pytest.param(name, True, marks=() if name in FEW else pytest.mark.slow)
-            for name in OPTIMIZERS
-        ),
+        *(pytest.param(name, True, marks=pytest.mark.slow) for name in OPTIMIZERS),
         pytest.param("adam", False),
         *(pytest.param(name, False, marks=pytest.mark.slow) for name in ("adafactor", "muon")),
     ],
