@@ -90,13 +90,13 @@ def same_hooks_in_each_pass(*, then_as_before: bool = False) -> Iterator[None]:
 
     def end() -> None:
         tables.put_back()
-        with _lock:
+        with _lock, INSIDE:
             _of_threads.pop(thread, None)
             if not _of_threads:
                 RemovableHandle.__init__, RemovableHandle.remove = _init, _remove  # type: ignore[method-assign]
 
     with named_thread() as thread, undone(end), INSIDE:
-        with _lock:
+        with _lock, INSIDE:
             _of_threads[thread] = tables
             RemovableHandle.__init__, RemovableHandle.remove = _noted_init, _noted_remove  # type: ignore[method-assign, assignment]
         yield

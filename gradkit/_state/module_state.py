@@ -45,7 +45,7 @@ def alone() -> Iterator[None]:
         block = thread, object()
         try:
             try:
-                with _turns_changed:
+                with _turns_changed, INSIDE:
                     while _turns and _turns[0][0] != thread:
                         _turns_changed.wait()
                     _turns.append(block)
@@ -58,7 +58,7 @@ def alone() -> Iterator[None]:
 
 
 def _end_turn(block: tuple[int, object]) -> None:
-    with _turns_changed:
+    with _turns_changed, INSIDE:
         if block in _turns:
             _turns.remove(block)
             if not _turns:

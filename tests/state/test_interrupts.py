@@ -26,6 +26,7 @@ from gradkit._compat.transforms import default_hooks, transforms
 from gradkit._core import grad_recorder, user_code
 from gradkit._state import grad_attribute, module_state, rerun
 from gradkit._torch_bugs import monitor
+from tests.helpers import others_slow
 
 _PACKAGE = os.path.dirname(gradkit.__file__) + os.sep
 _OPTIMIZERS = import_module("torch.optim.optimizer")
@@ -324,8 +325,8 @@ SUBJECTS = {
 
 # Python reports an interrupt in `__del__`, or in a generator that is closed, and goes on.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SUBJECTS)
+@pytest.mark.long
+@pytest.mark.parametrize("name", others_slow(SUBJECTS, {"per_loss_grads", "safe_retain"}))
 def test_an_interrupt_at_any_line(device: torch.device, name: str) -> None:
     subject = SUBJECTS[name]
     with warnings.catch_warnings(action="ignore"):
