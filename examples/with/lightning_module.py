@@ -84,9 +84,8 @@ class GradkitTwoLosses(TwoLosses):
         losses = self.losses(batch)
         if scaler is not None:
             losses = gradkit.tree.map(scaler.scale, losses)
-        per_loss = gradkit.per_loss_grads(losses, self)
-        if self.trainer.world_size > 1:
-            per_loss = gradkit.distributed.all_reduce(per_loss)
+        calls = gradkit.distributed if self.trainer.world_size > 1 else gradkit
+        per_loss = calls.per_loss_grads(losses, self)
         self.log("conflicts", gradkit.report.conflicts(per_loss).share)
 
         grads = gradkit.combine(per_loss, WEIGHTS)  # or an aggregator of TorchJD
@@ -140,9 +139,8 @@ class GradkitGan(Gan):
             "G": softplus(-on_fake).mean(),
             "D": softplus(on_fake).mean() + softplus(-on_real).mean(),
         }
-        grads = gradkit.simultaneous_grads(losses, {"G": self.generator, "D": self.critic})
-        if self.trainer.world_size > 1:
-            grads = gradkit.distributed.all_reduce(grads)
+        calls = gradkit.distributed if self.trainer.world_size > 1 else gradkit
+        grads = calls.simultaneous_grads(losses, {"G": self.generator, "D": self.critic})
         of_generator, of_critic = self.optimizers()
         gradkit.step_(of_generator, self.generator, grads["G"])
         gradkit.step_(of_critic, self.critic, grads["D"])

@@ -264,13 +264,16 @@ def test_create_graph_is_right_with_and_without_fused_kernels(
 
 
 @every_model
-def test_the_hook_of_gradient_checkpointing_is_named(device: torch.device, name: str) -> None:
+def test_the_hook_of_gradient_checkpointing(device: torch.device, name: str) -> None:
+    """A function on eager tensors may call requires_grad_(), as that hook does; others name it."""
     s = Setting(name, device)
     expected = func.value_and_grads(s.loss)(s.params)[1]
+    along = {n: p.detach().cos() for n, p in s.params.items()}
     s.model.gradient_checkpointing_enable()
+    close(func.value_and_grads(s.loss)(s.params)[1], expected)
     match = "(?s)requires_grad_.* by make_inputs_require_grads.*disable_input_require_grads"
     with pytest.raises(gradkit.UnsupportedGraphError, match=match):
-        func.value_and_grads(s.loss)(s.params)
+        func.jvp(s.loss, (s.params,), (along,))
     s.model.gradient_checkpointing_disable()
     s.model.disable_input_require_grads()
     close(func.value_and_grads(s.loss)(s.params)[1], expected)
