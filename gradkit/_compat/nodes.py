@@ -172,11 +172,15 @@ def _mean_by_hand(
     while below is not None and below.name() in _QUOTIENTS:  # of each element
         divisors += _divisor(below, below.name())
         below = below.next_functions[0][0]
-    if below is not None and below.name() == "MeanBackward1":  # of a batch, for each column
-        kept, dims = prod(output_shape(below, 0)), saved_ints(below, "dim")
-        elements = prod(_shape_below(below)) // (kept or 1)
-        first = -len(_shape_below(below))
-        if kept != count and (not dims or {0, first} & {*dims} or elements == count):
+    if below is not None and below.name() == "MeanBackward1" and count:
+        # The mean is over the batch if it takes the first dimension, or as many elements as there are
+        # targets. A mean for each target, which is no mean over them, leaves a multiple of these.
+        kept, shape = prod(output_shape(below, 0)), _shape_below(below)
+        elements, is_first = (
+            prod(shape) // (kept or 1),
+            {0, -len(shape)} & {*saved_ints(below, "dim")},
+        )
+        if (is_first or kept % count) if elements == count else (is_first and kept % count):
             return elements
     if not divisors:
         return 0

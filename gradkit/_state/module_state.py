@@ -397,6 +397,7 @@ class KeptState:
         self.replaced: set[int] = set()  # the ids of parameters that calls had others for
         # The state of modules before a checkpoint has put other tensors into them.
         self.before: dict[int, ModuleSnapshot] = {}
+        self._left: set[tuple[int, str]] = set()  # buffers, which are put back at the end
 
     def add(self, module: nn.Module, *, hooks: bool = False) -> ModuleSnapshot | None:
         """Put back a module at the end; return its snapshot, None if it has one already."""
@@ -432,7 +433,9 @@ class KeptState:
         for name, value in buffers.items():
             path, _, key = name.rpartition(".")
             table = module.get_submodule(path)._buffers
-            self._end.enter_context(undone(partial(table.__setitem__, key, table[key])))
+            if (id(table), key) not in self._left:  # what the calls in between leave can be freed
+                self._left.add((id(table), key))
+                self._end.enter_context(undone(partial(table.__setitem__, key, table[key])))
             table[key] = value
 
     def put_back(self) -> None:

@@ -318,6 +318,9 @@ def test_sums_whatever_they_are_multiplied_by_are_taken(device: torch.device) ->
         lambda out: torch.stack([out.mean(), out[:1].mean()]).sum(),
         lambda out: out[:1, :1].mean(),
         lambda out: out.T.square().mean(0).sum(),  # of each row: there are as many as the count
+        lambda out: out.square().mean(1, keepdim=True).sum(),
+        lambda out: out.T.expand(3, 4, 10).square().mean((0, 1)).sum(),  # times, classes, rows
+        lambda out: out[:, :3, None].expand(10, 3, 10).square().mean(2).sum(),  # ten positions
         lambda out: functional.relu(out.square().sum() - 1) + out.norm().exp(),
         lambda out: cross_entropy(out[:1], y[:1]) * 2,
     ):

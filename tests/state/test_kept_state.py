@@ -6,6 +6,7 @@ The oracle is a plain module with the given values as its parameters, and torch.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -601,3 +602,21 @@ def test_a_module_that_a_backward_calls_again(device: torch.device, is_eager: bo
     # What to do.
     _, grads = gradkit.value_and_grads(module(x).sum(), module)
     assert grads["inner.weight"].tolist() == [[3, 3]]
+
+
+def test_a_buffer_of_a_call_in_between_is_freed(device: torch.device) -> None:
+    module = nn.Sequential(Keeps("buffer")).to(device)
+    call, params, buffers = func.make_functional(module)
+    x, left = torch.ones(2, dtype=DOUBLE, device=device), list[Any]()
+
+    def loss(p: dict[str, Tensor]) -> Tensor:
+        for _ in range(3):
+            call({name: param.detach() for name, param in p.items()}, buffers, x)
+            left.append(weakref.ref(module[0].held))
+        assert [ref() is not None for ref in left] == [False, False, True]
+        return p["0.w"] * 1
+
+    before = module[0].held
+    func.value_and_grads(loss)(params)
+    assert module[0].held is before
+    assert left[-1]() is None
