@@ -173,14 +173,13 @@ def _mean_by_hand(
         divisors += _divisor(below, below.name())
         below = below.next_functions[0][0]
     if below is not None and below.name() == "MeanBackward1" and count:
-        # The mean is over the batch if it takes the first dimension, or as many elements as there are
-        # targets. A mean for each target, which is no mean over them, leaves a multiple of these.
+        # The mean is over the batch if it takes the first dimension, or as many elements as there
+        # are targets. A mean for each target, which is none over them, leaves a multiple of these.
         kept, shape = prod(output_shape(below, 0)), _shape_below(below)
-        elements, is_first = (
-            prod(shape) // (kept or 1),
-            {0, -len(shape)} & {*saved_ints(below, "dim")},
-        )
-        if (is_first or kept % count) if elements == count else (is_first and kept % count):
+        elements = prod(shape) // (kept or 1)
+        takes_first = not {0, -len(shape)}.isdisjoint(saved_ints(below, "dim"))
+        is_left_over = bool(kept % count)
+        if takes_first + is_left_over + (elements == count) > 1:
             return elements
     if not divisors:
         return 0
