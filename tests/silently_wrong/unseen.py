@@ -104,6 +104,32 @@ def output_computed_later(device: torch.device) -> Case:
     return Case(torch.func.grad(loss)(p)["w"], 2 * x, lambda: ours(p)[1]["w"])
 
 
+class Listed(torch.nn.Module):
+    """Reads its parameter by name, and from a list, in which no call puts another."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.ones(1, dtype=D, device=device))
+        self.every = [self.w]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w * x + self.every[0] * x
+
+
+def parameter_in_a_list(device: torch.device) -> Case:
+    module, x = Listed(device), torch.ones(1, dtype=D, device=device)
+
+    def loss(p: Any) -> Tensor:
+        return torch.func.functional_call(module, p, (x,)).sum()
+
+    call, _, buffers = func.make_functional(module)
+    p = {"w": torch.full_like(x, 3)}
+    with pytest.raises(gradkit.UnsupportedGraphError, match="held in a list"):
+        call(p, buffers, x)
+    ours = func.value_and_grads(loss, create_graph=False)
+    return Case(torch.func.grad(loss)(p)["w"], 2 * x, lambda: ours(p)[1]["w"])
+
+
 def cache_without_a_graph(device: torch.device) -> Case:
     module, x = Remembers(device, later=False), torch.ones(1, dtype=D, device=device)
     with torch.no_grad():
@@ -823,6 +849,13 @@ ROWS = [
         [1.0], [2.0],
         "`func.make_functional`: `UnsupportedGraphError`; `func.value_and_grads` of `f`",
         output_computed_later, same=True,
+    ),
+    Row(
+        "`grad(f)` of a `functional_call` whose module has its `w` in a list, too: by `w`, of "
+        "`w * x + listed * x`",
+        [1.0], [2.0],
+        "`func.make_functional`: `UnsupportedGraphError`; `func.value_and_grads` of `f`",
+        parameter_in_a_list, same=True,
     ),
     Row(
         "`grad(f)` of a module that has kept `2 * w` of a first pass, under `no_grad`: by `w`, of "
