@@ -103,6 +103,7 @@ _SUMS_OF_TERMS = frozenset(
 )
 # Nodes of products and quotients. Torch itself multiplies by MulBackward1: to smooth labels, say.
 _PRODUCTS, _QUOTIENTS = names_of_nodes("Mul Mul.1"), names_of_nodes("Div Div.1")
+_AVERAGES = ("MeanBackward", "VarBackward", "StdBackward")
 _BY_CLASS = ("NllLoss", "MultiMargin", "MultilabelMargin")  # their inputs: [C], [N, C], [N, C, ...]
 
 
@@ -134,7 +135,7 @@ def averaged_elements(root: Any, count: float, scales: set[float]) -> tuple[int,
 
 def _mean_of(node: Any, kind: str) -> int:
     """Return how many elements an operation of torch averages; 0 if it is no mean."""
-    if not (kind.startswith("MeanBackward") or getattr(node, "_saved_reduction", None) == 1):
+    if not (kind.startswith(_AVERAGES) or getattr(node, "_saved_reduction", None) == 1):
         return 0
     shape = _shape_below(node)
     return prod(shape) // (shape[:2][-1] if shape and kind.startswith(_BY_CLASS) else 1)

@@ -286,6 +286,8 @@ def means(x: Tensor, w: Tensor) -> dict[str, tuple[Tensor, str]]:
         "batch in columns": ((out.T.mean(-1, keepdim=True) / 2).sum(), "a mean over 10"),
         "clamped": (out.mean().clamp(min=0.0) + out.mean().clamp(0, 1), "a mean over 40"),
         "hinge": (functional.relu(out.mean() - 0.2), "a mean over 40"),
+        "variance": (out.var(), "a mean over 40"),
+        "deviation": (1 - out.std(correction=0), "a mean over 40"),
         "root": (out.square().mean().sqrt(), "a mean over 40"),
         "larger": (torch.maximum(out.mean(), total), "a mean over 40, as one of its terms"),
     }
