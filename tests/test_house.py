@@ -316,6 +316,53 @@ def test_a_comment_has_a_subject(device: torch.device) -> None:
     assert not broken, listed(broken)
 
 
+def members() -> set[str]:
+    """Return `A.b` for all that the classes of the package define or assign."""
+    classes = (n for tree in sources().values() for n in ast.walk(tree))
+    found = set()
+    for one in (n for n in classes if isinstance(n, ast.ClassDef)):
+        for node in ast.walk(one):
+            name = getattr(node, "name", getattr(node, "attr", getattr(node, "id", None)))
+            found.add(f"{one.name}.{name}")
+    return found
+
+
+def test_contributing_names_what_is_there(device: torch.device) -> None:
+    prose = re.sub(
+        r"```.*?```", "", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), flags=re.S
+    )
+    folders = "benchmarks", "examples", "gpu", "release", "tests", "tools"
+    every = (path for name in folders for path in (ROOT / name).rglob("*"))
+    others = [*ROOT.glob("*"), *every, *sources()]
+    read = [x for x in others if x.suffix in {".py", ".md", ".toml"} or x.name == "Makefile"]
+    text = "\n".join(x.read_text(encoding="utf-8") for x in read if x.name != "CONTRIBUTING.md")
+    words, classes = set(re.findall(r"\w+", text)), {name.partition(".")[0] for name in members()}
+    broken = []
+    for name in dict.fromkeys(re.findall(r"`([\w./*-]+)`", prose)):
+        if name.partition(".")[0] in classes and "." in name:
+            is_there = name in members()
+        elif "/" in name or name.endswith((".py", ".md")):
+            roots = ROOT, PACKAGE, TOOLS
+            is_there = any(any(x.glob(name.rstrip("/"))) for x in roots) or name in text
+        else:
+            is_there = words.issuperset(re.findall(r"\w+", name))
+        if not is_there and name not in {"COMMIT", "v1.2.3"}:  # which stand for others
+            broken.append(name)
+    assert not broken, listed(broken)
+
+
+def test_facts_of_torch_are_in_the_table(device: torch.device) -> None:
+    table = (ROOT / "tests/torch_facts.md").read_text(encoding="utf-8")
+    code = "\n".join(path.read_text(encoding="utf-8") for path in sources())
+    cited = {
+        fact
+        for every in re.findall(r"\[([A-Z]\d+(?:, [A-Z]\d+)*)\]", code)
+        for fact in every.split(", ")
+    }
+    assert cited
+    assert cited <= set(re.findall(r"\b[A-Z]\d+\b", table))
+
+
 def test_names_are_the_field_s(device: torch.device) -> None:
     broken = []
     for path, tree in sources().items():

@@ -1,7 +1,7 @@
 """The passes for `fully_shard`: its own backward passes, with every `.grad` restored.
 
 The graph holds the unsharded parameters; FSDP's backward hooks reduce-scatter their gradients into
-the `.grad` of the shards [M5, M6].
+the `.grad` of the shards [M5].
 """
 
 from __future__ import annotations

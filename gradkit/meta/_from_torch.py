@@ -44,7 +44,7 @@ _REFUSED = {
     "LBFGS": "it evaluates the loss itself, in a closure, any number of times",
     "SparseAdam": "it takes sparse gradients only, and updates only the rows that they hold",
 }
-# Hyper-parameters through which torch's own code keeps the gradient right [T3].
+# Hyper-parameters through which torch's own code keeps the gradient right.
 _DIFFERENTIABLE = {"NAdam": {"lr", "momentum_decay"}, "RAdam": {"lr"}}
 _CONSTANT = "a number: torch drops the gradient of this hyper-parameter, or gets it wrong"
 _ANOTHER = "pass a number, or use sgd, adam, adamw or rmsprop, which keep every gradient"
