@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.autograd.graph import Node
 
+from gradkit._compat.distributed import is_dtensor
 from gradkit._compat.modules import is_step_of_class
 from gradkit._compat.nodes import node_type, second_factor
 from gradkit._core.call import Losses
@@ -205,6 +206,8 @@ def states_fit(optimizer: Any, seen: tuple[Any, ...], *, refuse: bool = False) -
                 if expected and fails and refuse and param.grad is not None:
                     where = f"optimizer.param_groups[{number}]['params'][{index}]"
                     fix = "optimizer.load_state_dict(optimizer.state_dict()) casts a state; or "
+                    if is_dtensor(param):
+                        fix = "torch.distributed.checkpoint.state_dict shards a whole state; or "
                     fix += f"optimizer.state.pop({where}), and it starts anew"
                     where += f", its state {name!r}"
                     raise StructureError(message(where, expected, describe(entry), fix))
@@ -234,6 +237,8 @@ def _expected(kind: str, group: Any, param: Tensor, name: str, entry: Any) -> tu
     shape = list(param.shape)
     if name in {"row_var", "col_var"} and param.dim() > 1:
         shape[-1 if name == "row_var" else -2] = 1
+    if is_dtensor(param) and not is_dtensor(entry):
+        return f"a DTensor of shape {tuple(shape)}, as the parameter is", True
     if not is_tensor or list(entry.shape) != shape:
         return f"a tensor of shape {tuple(shape)}", True
     if entry.dtype != param.dtype or entry.device != param.device:

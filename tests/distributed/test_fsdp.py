@@ -382,6 +382,34 @@ def test_other_parameters_frozen_on_another_rank(two: Ranks, device: torch.devic
     two.run(check_frozen_differently)
 
 
+def check_plain_states(device: torch.device) -> None:
+    """Torch finds out when a kernel has taken half of the step."""
+    for plain in (DTensor.to_local, DTensor.full_tensor):
+        model = sharded(device)
+        params = list(model.parameters())
+        optimizer = torch.optim.Adam(params)
+
+        def step(model: Any = model, optimizer: Any = optimizer) -> None:
+            losses = losses_of(model(batch(device)))
+            _, grads = gradkit.distributed.value_and_grads(losses, model)
+            gradkit.step_(optimizer, model, grads)
+
+        step()
+        before = [param.to_local().clone() for param in params]
+        last = [param for param in params if param in optimizer.state][-1]
+        optimizer.state[last]["exp_avg"] = plain(optimizer.state[last]["exp_avg"])
+        with pytest.raises(gradkit.StructureError, match=r"a DTensor of shape .*\n.*state.pop\("):
+            step()
+        assert all(map(torch.equal, before, (param.to_local() for param in params)))
+        optimizer.state.pop(last)  # as the message says
+        step()
+        assert all(name in optimizer.state[last] for name in ("step", "exp_avg"))
+
+
+def test_a_plain_state_of_a_sharded_parameter(two: Ranks, device: torch.device) -> None:
+    two.run(check_plain_states)
+
+
 def check_one_rank_fails(device: torch.device) -> None:
     model = sharded(device)
     loss: Any = model(batch(device))["a"].sum()
