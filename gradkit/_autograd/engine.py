@@ -286,6 +286,7 @@ _RETURNED = {
     "invalid number of grad_input": "return as many gradients as the hook has grad_input, or None",
     "but hook returned": "return a gradient from the hook, or None to leave it as it is",
     "no input requires gradient should always return": "return None from the hook",
+    "input_grad_buffers does not support": "return it; or capture_grads(params) around .backward()",
 }
 
 

@@ -254,20 +254,21 @@ def linspace(
 
 def with_value(value: Tensor, formula: Tensor) -> Tensor:
     """Return a value that has the derivatives of a formula for it."""
-    change = torch.where(formula.isfinite(), formula - formula.detach(), formula)
-    return value.detach() + change
+    return value.detach() + torch.where(formula.isfinite(), formula - formula.detach(), formula)
 
 
 def det(operation: Operation, *args: Any, **kwargs: Any) -> Tensor:
     """Return what torch.linalg.det does: https://github.com/pytorch/pytorch/issues/104675."""
     (matrix,) = (*args, *kwargs.values())
-    value: Tensor = operation(matrix)
+    try:
+        value: Tensor = operation(matrix)
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # 2.15 solves for a tangent
+        value = operation(matrix.detach())
     if not value.numel() or not matrix.size(-1) or _torch_is_right(matrix, value):
         return value
     if order_of(matrix) > _FEW < matrix.size(-1):
         expected, got = "at most the fourth derivative of det", "the fifth, which has no formula"
-        fix = "take it eagerly, by value_and_grads(..., create_graph=True), of a matrix that is "
-        fix += "not singular"
+        fix = "value_and_grads(..., create_graph=True), eagerly, of a matrix that is not singular"
         raise UnsupportedGraphError(message("torch.linalg.det", expected, got, fix))
     constant = matrix.detach()
     finite = torch.where(constant.isfinite(), constant, 0)  # of others there is no decomposition
@@ -596,5 +597,4 @@ def block_diag(operation: Operation, *tensors: Any) -> Tensor:
     """Return what torch.block_diag does, whose rule counts no row for an empty 1-D tensor."""
     given = tensors[0] if isinstance(tensors[0], list | tuple) else tensors
     matrices = [x.reshape(1, 0) if x.shape == (0,) else x for x in given]
-    result: Tensor = operation(*matrices) if given is tensors else operation(matrices)
-    return result
+    return cast("Tensor", operation(*matrices) if given is tensors else operation(matrices))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import UserDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -906,3 +907,40 @@ def test_gradients_of_a_jagged_leaf(device: torch.device) -> None:
     torch.testing.assert_close(norm, rows[0].norm())
     expected = torch.cat(parts) - rows[0] / rows[0].norm()
     torch.testing.assert_close(n.values().detach(), expected)
+
+
+class Times(torch.autograd.Function):
+    """Adds to the buffer of an input, where there is one: torch has them since 2.15."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (x, w), buffer = ctx.saved_tensors, ctx.input_grad_buffers[0]
+        if buffer is None:
+            return grads[0] * w, grads[0] * x
+        buffer.add_(grads[0] * w)
+        return None, grads[0] * x
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.autograd.function.FunctionCtx, "input_grad_buffers"),
+    reason="torch has input_grad_buffers since 2.15",
+)
+def test_a_function_that_adds_to_the_buffer_of_an_input(device: torch.device) -> None:
+    x, w = (torch.full((2,), n, device=device, requires_grad=True) for n in (2.0, 3.0))
+
+    def loss() -> Tensor:
+        return Times.apply(x, w).sum() + x.square().sum()
+
+    expected = r"input_grad_buffers.*\n.*capture_grads\(params\) around \.backward"
+    for block in (nullcontext(), gradkit.checked()):
+        with block, pytest.raises(gradkit.UnsupportedGraphError, match=expected):
+            gradkit.value_and_grads(loss(), (x, w))
+    with gradkit.capture_grads((x, w)) as captured:  # as advised
+        loss().backward()
+    right = torch.full_like(x, 7), torch.full_like(w, 2)
+    torch.testing.assert_close(captured.grads, right)
