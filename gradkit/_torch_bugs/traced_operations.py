@@ -163,6 +163,7 @@ _TABLE_NAMES: dict[Any, str] = {
     for owner in (torch, Tensor, torch.linalg, torch.special, functional)
     if hasattr(owner, alias)
 }
+_TABLE_NAMES.pop(vars(torch.linalg).get("polar"), None)  # since torch 2.15, of a matrix
 _TABLE_NAMES |= dict.fromkeys((torch.autograd.grad, autograd_grad), BACKWARD_PASS)
 _TABLE_NAMES |= {apply_function: FUNCTION, **dict.fromkeys(attention.OPERATIONS, ATTENTION)}
 # torch.compile does not find those of `**` among the keys of a dictionary.
