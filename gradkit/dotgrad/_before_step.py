@@ -72,8 +72,8 @@ def _has_scale(node: Any, scaler: GradScaler | None) -> bool:
     is_scalar = type(factor) is Tensor and factor.dim() == 0 and not factor.is_meta
     if not is_scalar:
         return False
-    if factor.dtype == torch.float64:  # a number, as get_scale() returns
-        return scaler is not None and 1 != factor.item() == scaler.get_scale()
+    if factor.dtype == torch.float64:  # a number, as get_scale() returns, for which a device waits
+        return scaler is not None and 1 < factor.item() == scaler.get_scale()
     if factor.dtype != torch.float32:
         return False
     # For a list of losses torch saves a copy of the scale. A scale of 1 does no harm.
