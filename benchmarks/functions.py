@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import functional_call, grad_and_value, jacrev
+from torch.func import functional_call, grad, grad_and_value, jacrev, jvp, linearize, vjp
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import gradkit
@@ -33,6 +33,8 @@ _LIMITS = {
     "200 params, 16 wide": (1.35, 1.20),
     "6 layers, 256 wide": (1.15, 1.10),
 }
+PRODUCTS_OF = {name: SIZES[name] for name in ("5 layers, 16 wide", "6 layers, 256 wide")}
+_PRODUCTS = ("vjp", "linearize", "hvp by reverse", "hvp")
 SMALL = {"2 layers, 4 wide": (4, 2, 3)}
 _LOSSES = 4
 _Run = Callable[[Any, Tensor], Any]
@@ -62,6 +64,13 @@ def rows(plan: Plan) -> Iterator[Row]:
         what = {"gradkit": "func", "cut": "func, create_graph=False", "raw": "torch.func"}[ours]
         call = f"energies and forces over hand, {what}"
         yield timed(call, BY_HAND, timings, ours=ours, theirs="hand", limit=limit)
+    for name, size in (SMALL if plan.quick else PRODUCTS_OF).items():
+        task = models.layers(*size, plan.device)
+        for product in _PRODUCTS:
+            timings = measure(_products(task, product), plan.device, plan.effort)
+            for ours, what in (("gradkit", "func"), ("raw", "torch.func")):
+                call = f"{product} over hand, {name}, {what}"
+                yield timed(call, BY_HAND, timings, ours=ours, theirs="hand", limit=None)
     task = models.layers(4 if plan.quick else 16, 2 if plan.quick else 5, 16, plan.device)
     timings = measure(_of_losses(task), plan.device, plan.effort)
     for ours in ("gradkit", "eager", "raw"):
@@ -155,6 +164,52 @@ def of_forces(task: Function) -> dict[str, Side]:
         return loss.detach(), torch.autograd.grad(loss, leaves)
 
     return _all_sides(task, hand, grad_and_value(by_torch), fn)
+
+
+def _products(task: Function, name: str) -> dict[str, Side]:
+    """Return products with the derivatives of a loss by the parameters: ours, torch's, by hand."""
+    leaves, spec = tree_flatten(task.params)
+    along = tuple(map(torch.ones_like, leaves))
+    one = torch.ones_like(leaves[0].sum())
+
+    def fn(batch: Tensor, *tensors: Tensor) -> Tensor:
+        loss: Tensor = task.fn(tree_unflatten(list(tensors), spec), batch)
+        return loss
+
+    def ours(batch: Tensor) -> object:
+        of = partial(fn, batch)
+        if name == "vjp":
+            return gradkit.func.vjp(of, *leaves)[1](one)
+        if name == "linearize":
+            return gradkit.func.linearize(of, *leaves)[1](*along)
+        mode: Any = {} if name == "hvp" else {"mode": "reverse-over-reverse"}
+        return gradkit.func.hvp(of, tuple(leaves), along, **mode)
+
+    def raw(batch: Tensor) -> object:
+        of = partial(fn, batch)
+        if name == "vjp":
+            return vjp(of, *leaves)[1](one)
+        if name == "linearize":
+            return linearize(of, *leaves)[1](*along)
+        slope = grad(of, tuple(range(len(leaves))))
+        if name == "hvp":
+            return jvp(slope, tuple(leaves), along)
+        return vjp(slope, *leaves)[1](along)
+
+    def hand(batch: Tensor) -> object:
+        new = [x.detach().requires_grad_() for x in leaves]
+        loss = fn(batch, *new)
+        if name == "vjp":
+            return torch.autograd.grad(loss, new, one)
+        if name == "linearize":  # the derivative, by the cotangent, of the gradient
+            zero = torch.zeros_like(one).requires_grad_()
+            pulled = torch.autograd.grad(loss, new, zero, create_graph=True)
+            return torch.autograd.grad(pulled, zero, along)
+        grads = torch.autograd.grad(loss, new, create_graph=True)
+        return torch.autograd.grad(grads, new, along)
+
+    calls = {"gradkit": ours, "raw": raw, "hand": hand}
+    return {name: Side(task.build, call) for name, call in calls.items()}
 
 
 def _of_losses(task: Function) -> dict[str, Side]:

@@ -56,7 +56,7 @@ from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.user_code import user_code_may_run
 from gradkit._state.grad_attribute import grads_put_back, set_grads
 from gradkit._state.recomputed_tensors import recompute_hooks, recomputed_tensor_sources
-from gradkit._torch_bugs.missing import missing_derivative
+from gradkit._torch_bugs.missing import Reason, missing_derivative
 from gradkit._torch_bugs.node_formulas import differentiated_by_formula, holds_formulas
 from gradkit.errors import FreedGraphError, UnsupportedGraphError, first_line, message
 
@@ -247,6 +247,19 @@ def _raise_named(error: Exception, call: Call) -> None:
         raise FreedGraphError(freed_message(call.losses, losses_freed(call.losses))) from error
     if "_will_engine_execute_node" in text:
         raise UnsupportedGraphError(_MULTI_GRAD_HOOK) from error
+    reason = reason_of(error)
+    if reason:
+        raise UnsupportedGraphError(message(where, *reason)) from error
+    if not isinstance(error, RuntimeError):
+        return
+    refuse_checkpoint_error(error, where, call.outputs)
+    if any(change in text for change in CHANGED):
+        raise UnsupportedGraphError(modified_message(error, call)) from error
+
+
+def reason_of(error: Exception) -> Reason | None:
+    """Return what was expected of a graph, what came and what to do; None for an unknown error."""
+    text = str(error)
     without = re.search(r"through (\S+) but no autograd formula was registered", text)
     known = {
         "does not support 3rd+ order derivatives": _NO_THIRD_DERIVATIVE,
@@ -257,21 +270,11 @@ def _raise_named(error: Exception, call: Call) -> None:
     reason = next((reason for part, reason in known.items() if part in text), None)
     if _UNDER_BACKWARD in text:
         reason = only_backward()
-    reason = reason or missing_derivative(error) or (without and _no_formula(without[1]))
     for part, fix in _RETURNED.items():
         if part in text:
-            reason = (
-                "Functions and hooks that return gradients of their inputs",
-                first_line(error),
-                fix,
-            )
-    if reason:
-        raise UnsupportedGraphError(message(where, *reason)) from error
-    if not isinstance(error, RuntimeError):
-        return
-    refuse_checkpoint_error(error, where, call.outputs)
-    if any(change in text for change in CHANGED):
-        raise UnsupportedGraphError(modified_message(error, call)) from error
+            expected = "Functions and hooks that return gradients of their inputs"
+            reason = expected, first_line(error), fix
+    return reason or missing_derivative(error) or (_no_formula(without[1]) if without else None)
 
 
 # The errors of a Function's backward, or a hook, that returns something else than gradients.

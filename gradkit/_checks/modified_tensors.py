@@ -74,9 +74,20 @@ def refuse_written_since(saved: Iterable[tuple[Node, Tensor, int]]) -> None:
     """Raise if a tensor that a function's graph has saved was changed in place since."""
     for node, tensor, version in saved:
         if tensor._version != version:
-            got = f"{describe(tensor)} that {node.name()} has saved, changed in place since"
-            fix = "call it again after the change, or let fn use a copy, tensor.clone()"
-            raise UnsupportedGraphError(message("fn", _EXPECTED, got, fix))
+            raise UnsupportedGraphError(_written_since(describe(tensor), node))
+
+
+def refuse_changed_since_saved(nodes: Iterable[Node], error: RuntimeError) -> None:
+    """Raise gradkit's error for torch's, of a tensor that one of a function's nodes has saved."""
+    for node in nodes:
+        if (changed := changed_since_saved(node)) is not None:
+            raise UnsupportedGraphError(_written_since(f"`{changed[0]}`", node)) from error
+
+
+def _written_since(what: str, node: Node) -> str:
+    got = f"{what} that {node.name()} has saved, changed in place since"
+    fix = "call it again after the change, or let fn use a copy, tensor.clone()"
+    return message("fn", _EXPECTED, got, fix)
 
 
 def _fix(error: str, saved: Tensor | None = None) -> str:

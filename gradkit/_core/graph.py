@@ -202,17 +202,22 @@ def nodes_in_order(
         avoid_recursion(nodes)
 
 
+# An attribute of a leaf by which nobody but a function's passes to come differentiates.
+PRIVATE = "_gradkit_private"
+
+
 def leads_to_others(
     roots: Iterable[Tensor], own: Collection[int], known: set[Node] | None = None
 ) -> bool:
     """Return whether a leaf that requires grad, and whose id is not among these, is below roots."""
-    # `known` are nodes below which none is; if none is found, it gets those of this walk.
+    # `PRIVATE` leaves do not count. `known` are nodes below which no leaf is; if none is found, it
+    # gets those of this walk.
     nodes: list[Node] = []
     for root in roots:
         if root.grad_fn is not None:
             if known is None or root.grad_fn not in known:
                 nodes.append(root.grad_fn)
-        elif root.requires_grad and id(root) not in own:
+        elif root.requires_grad and id(root) not in own and not hasattr(root, PRIVATE):
             return True
     reached = set(nodes) if known is None else known.union(nodes)
     try:
@@ -223,7 +228,11 @@ def leads_to_others(
                 reached.add(child)
                 if type(child) is not AccumulateGrad:
                     nodes.append(child)
-                elif id(leaf := leaf_of(child)) not in own and leaf.requires_grad:
+                elif (
+                    id(leaf := leaf_of(child)) not in own
+                    and leaf.requires_grad
+                    and not hasattr(leaf, PRIVATE)
+                ):
                     return True
     finally:
         avoid_recursion(nodes)

@@ -216,13 +216,20 @@ def _first_with_hooks(
 
 def remove_hooks_since(nodes: Iterable[Node], first: int) -> None:
     """Remove from nodes the hooks whose handles have this number, or one that was given later."""
+    for hooks, number in hooks_since(nodes, first):
+        del hooks[number]
+
+
+def hooks_since(nodes: Iterable[Node], first: int) -> list[tuple[Any, int]]:
+    """Return the tables of such hooks of nodes, and the number of each."""
+    result: list[tuple[Any, int]] = []
     with _own_hooks.lock, INSIDE:
         for node in nodes:
             for of_kind in _NODE_HOOKS:
                 hooks: Any = _removed(of_kind(node)).hooks_dict_ref()
                 _own_hooks.count += 1
-                for number in [number for number in hooks or () if number >= first]:
-                    del hooks[number]
+                result += [(hooks, number) for number in hooks or () if number >= first]
+    return result
 
 
 def _removed(handle: RemovableHandle) -> RemovableHandle:

@@ -26,7 +26,7 @@ from gradkit._compat.undoing import INSIDE, undo_stack, undone
 from gradkit._core import pytree, user_code
 from gradkit._core.call import check_function
 from gradkit._core.grad_recorder import observed_tensors
-from gradkit._core.graph import Subgraph, edge
+from gradkit._core.graph import Subgraph, edge, leads_to_others
 from gradkit._core.known_results import Result, Rule, merged
 from gradkit._core.params import Grads, Tensors, refuse_distributed
 from gradkit._core.pytree import PyTree, Structure
@@ -158,8 +158,9 @@ class Recomputation:
                 below = Subgraph(outputs, stop={edge(x).node for x in variables})
                 refused = ""
                 try:
-                    if create:
-                        refuse_wrong_derivative(lambda: self.name, variables, below)
+                    if create:  # whose derivative by the inputs may be nobody's
+                        linear = not leads_to_others(tensors, ())
+                        refuse_wrong_derivative(lambda: self.name, variables, below, linear=linear)
                 except UnsupportedGraphError as error:
                     if not levels.engine_calls.is_tentative:
                         raise

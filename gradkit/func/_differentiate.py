@@ -6,12 +6,12 @@ runs on variables of eager code: it may do all that eager code may, at half of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter, ne
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,28 +19,34 @@ from torch.utils.hooks import RemovableHandle
 
 from gradkit._autograd import engine
 from gradkit._checks.eager_graph import refuse_nodes
+from gradkit._checks.modified_tensors import refuse_changed_since_saved
 from gradkit._checks.recomputations import exact
 from gradkit._compat.autograd import autocast_is_on, set_grad_enabled, without_function_modes
-from gradkit._compat.transforms import engine_calls, is_plain
+from gradkit._compat.nodes import CHANGED
+from gradkit._compat.transforms import differentiated, engine_calls, is_plain, is_zero, transforms
 from gradkit._compat.undoing import INSIDE
 from gradkit._core.call import Losses
-from gradkit._core.graph import Subgraph, leads_to_others
+from gradkit._core.graph import PRIVATE, Subgraph, leads_to_others
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.params import Grads, Tensors
+from gradkit._core.pytree import PyTree
 from gradkit._core.user_code import (
     functions_alive,
     hooks_made,
     hooks_registered,
+    hooks_since,
     remove_hooks_since,
 )
 from gradkit._torch_bugs.monitor import OpMonitor
+from gradkit.errors import FreedGraphError, UnsupportedGraphError, message
 from gradkit.func import _level as levels
 from gradkit.func._arguments import Arguments
-from gradkit.func._errors import independent, named_errors
+from gradkit.func._errors import FREED, independent, named_errors
 from gradkit.func._outside import Outside
 
 _requires_grad, _is_leaf, _dtype = map(attrgetter, ("requires_grad", "is_leaf", "dtype"))
 _FEW = 4
+R = TypeVar("R")
 
 
 def differentiate(
@@ -56,32 +62,35 @@ def differentiate(
     per_sample: bool = False,
 ) -> levels.LevelResult:
     """Call a function, and `run` passes from its losses."""
-    if batched or not is_plain() or not _adds_up_right(arguments, create_graph):
+    if batched or not is_plain() or not adds_up_right(arguments, create_graph):
         flags: Any = {"has_aux": has_aux, "create_graph": create_graph, "scalar": scalar}
         flags |= {"batched": batched, "per_sample": per_sample}
         return levels.differentiate_in_level(fn, arguments, kwargs, run, **flags)
     option = False if create_graph is None and not torch.is_grad_enabled() else create_graph
     monitor = OpMonitor(per_sample=per_sample)
     outside = Outside(fn, [*arguments.given, kwargs], arguments.variables)
-    call = _EagerCall(fn, arguments, kwargs, run, has_aux, option, scalar, monitor, outside)
-    before = engine_calls.depth
-    leave = partial(_leave, outside, before, engine_calls.own, engine_calls.made)
-    with leave_inference_mode(record=True), INSIDE:
-        enabled = torch.is_grad_enabled()
-        try:
-            try:
-                engine_calls.depth, engine_calls.made = before + 1, {}
-                set_grad_enabled(True)
-                return named_errors(call.result)
-            finally:
-                leave(enabled)
-        finally:  # again, as `undone` does it: an interrupt may have come in between
-            if engine_calls.depth > before:
-                leave(enabled)
+    call = _EagerCall(fn, arguments, kwargs, has_aux, option, scalar, monitor, outside)
+    return call.run(partial(call.result, run))
+
+
+def hold(
+    fn: Callable[..., Any],
+    arguments: Arguments,
+    monitor: OpMonitor,
+    *,
+    has_aux: bool,
+    create_graph: bool | None,
+    is_linear: bool,
+) -> HeldCall:
+    """Call a function on variables of eager code, for passes to come."""
+    option = False if create_graph is None and not torch.is_grad_enabled() else create_graph
+    outside = Outside(fn, arguments.given, arguments.variables)
+    call = _EagerCall(fn, arguments, {}, has_aux, option, False, monitor, outside)
+    return call.run(partial(call.held, create_graph, is_linear))
 
 
 def _leave(
-    outside: Outside, depth: int, own: frozenset[int], made: dict[int, Tensor], enabled: bool
+    depth: int, own: frozenset[int], made: dict[int, Tensor], outside: Outside, enabled: bool
 ) -> None:
     outside.is_open = False
     set_grad_enabled(enabled)
@@ -99,7 +108,7 @@ def own_code() -> AbstractContextManager[object]:
     return without_function_modes() if engine_calls.depth and is_plain() else INSIDE
 
 
-def _adds_up_right(arguments: Arguments, create_graph: bool | None) -> bool:
+def adds_up_right(arguments: Arguments, create_graph: bool | None) -> bool:
     """Return whether the uses of each variable are added up in its `grad_dtype`."""
     # The uses of a view, which stands for a variable whose graph the results are to be a part of,
     # are added up in its own dtype.
@@ -123,7 +132,7 @@ def _variables_for(arguments: Arguments, *, cut: bool) -> Tensors:
             for x in given
         ]
     else:
-        variables = [x.detach().requires_grad_() for x in given]
+        variables = list(map(Tensor.requires_grad_, map(Tensor.detach, given)))
     if any(map(ne, map(_dtype, variables), arguments.dtypes)):
         for tensor, dtype in zip(variables, arguments.dtypes, strict=True):
             if tensor.dtype != dtype:
@@ -138,15 +147,9 @@ class EagerPasses(levels.LevelPasses):
     losses: Sequence[Tensor] = ()
     runs_users: bool = True  # whether the user's Functions may run in a pass
     kept: bool = False  # whether the results carry a graph
-    _own: set[int] | None = None
+    in_eager_code = True
+    own: Collection[int] = ()  # the ids of its leaves: variables, and what the function has made
     _leads_outside: bool | None = None  # whether the losses do; asked once
-
-    @property
-    def own(self) -> set[int]:
-        """The ids of the leaves of this call: variables, and what the function has made."""
-        if self._own is None:
-            self._own = {*map(id, filter(_is_leaf, self.variables)), *engine_calls.made}
-        return self._own
 
     def grads(
         self,
@@ -175,7 +178,8 @@ class EagerPasses(levels.LevelPasses):
         if self._leads_outside is None:
             are_leaves = all(map(_is_leaf, self.variables))
             self._leads_outside = not are_leaves or leads_to_others(self.losses, self.own)
-        keep = self._leads_outside or any(map(_requires_grad, weights))
+            self.is_private = self.level == -1 and not self._leads_outside
+        keep = self.in_transform or self._leads_outside or any(map(_requires_grad, weights))
         self.kept |= keep
         return keep
 
@@ -194,33 +198,90 @@ class _EagerCall:
     fn: Callable[..., Any]
     arguments: Arguments
     kwargs: dict[str, Any]
-    run: Callable[[Losses, levels.LevelPasses], list[Grads]]
     has_aux: bool
     option: bool | None  # create_graph; False where eager code records nothing
     scalar: bool
     monitor: OpMonitor
     outside: Outside
+    first_hook: int = 0  # the number that the handle of its first hook has, if it registers one
 
-    def result(self) -> levels.LevelResult:
-        """Return the results, which carry a graph where they are to."""
-        arguments, dtypes = self.arguments, self.arguments.dtypes
-        variables = _variables_for(arguments, cut=self.option is False)
-        made, first = hooks_made(), RemovableHandle.next_id
-        engine_calls.own = engine_calls.own.union(map(id, filter(_is_leaf, variables)))
-        args = arguments.args_with(variables)
-        returned = exact(partial(self.monitor.run, self.outside, self.fn, args, self.kwargs))
-        hooked = hooks_made() > made
-        losses, aux = levels.read_returned(returned, has_aux=self.has_aux, scalar=self.scalar)
-        del returned
+    def run(self, finish: Callable[[Losses, PyTree, EagerPasses], R]) -> R:
+        """Call the function; return what follows from its losses, its aux, and passes from them."""
+
+        def opened() -> R:
+            arguments = self.arguments
+            variables = _variables_for(arguments, cut=self.option is False)
+            made, self.first_hook = hooks_made(), RemovableHandle.next_id
+            engine_calls.own = engine_calls.own.union(map(id, filter(_is_leaf, variables)))
+            args = arguments.args_with(variables)
+            returned = exact(partial(self.monitor.run, self.outside, self.fn, args, self.kwargs))
+            hooked = hooks_made() > made
+            losses, aux = levels.read_returned(returned, has_aux=self.has_aux, scalar=self.scalar)
+            alive = functions_alive()
+            facts = self.option, False, self.option is not False, variables, 0, hooked
+            own = {*map(id, filter(_is_leaf, variables)), *engine_calls.made}
+            of_losses: Any = {"losses": losses.leaves, "runs_users": alive.users, "own": own}
+            passes = EagerPasses(self.monitor, arguments.path, *facts, **of_losses)
+            if alive.refused:
+                refuse_nodes(Subgraph(losses.leaves).kinds, "the loss")
+            return finish(losses, aux, passes)
+
+        before = engine_calls.depth
+        leave = partial(_leave, before, engine_calls.own, engine_calls.made, self.outside)
+        with leave_inference_mode(record=True), INSIDE:
+            enabled = torch.is_grad_enabled()
+            try:
+                try:
+                    engine_calls.depth, engine_calls.made = before + 1, {}
+                    set_grad_enabled(True)
+                    return named_errors(opened)
+                finally:
+                    leave(enabled)
+            finally:  # again, as `undone` does it: an interrupt may have come in between
+                if engine_calls.depth > before:
+                    leave(enabled)
+
+    def held(
+        self,
+        create_graph: bool | None,
+        is_linear: bool,
+        outputs: Losses,
+        aux: PyTree,
+        passes: EagerPasses,
+    ) -> HeldCall:
+        """Return the outputs, and what runs passes from them; those of a linear map may be zero."""
+        for variable in filter(_is_leaf, passes.variables):
+            setattr(variable, PRIVATE, True)
+        passes.level, passes.own = -1, dict(engine_calls.made)  # which stay alive as long as this
+        constants = [x for x in outputs.leaves if not x.requires_grad]
+        if not is_linear or not all(map(is_zero, constants)):
+            passes.refuse_unreached(outputs)
+        tensors_of_aux, put_aux_back = levels.partition_aux(aux)
+        values = [*outputs.leaves, *tensors_of_aux]
+        if self.option is False:
+            values = levels.detached(values)
+        else:
+            values = _without_own_graphs(passes, values, [])[0]
+            is_hooked = passes.hooked and any(map(_requires_grad, values))
+            if is_hooked and hooks_since(Subgraph(values).nodes, self.first_hook):
+                raise UnsupportedGraphError(message("fn", *_HOOKS_OF_NODES))
+        count = len(outputs.leaves)
+        values = list(map(Tensor.clone, values))
+        values, aux = values[:count], put_aux_back(values[count:])
+        return HeldCall(passes, outputs, values, aux, create_graph, self.outside)
+
+    def result(
+        self,
+        run: Callable[[Losses, levels.LevelPasses], list[Grads]],
+        losses: Losses,
+        aux: PyTree,
+        passes: EagerPasses,
+    ) -> levels.LevelResult:
+        """Return the results of passes, which carry a graph where they are to."""
+        variables, dtypes = passes.variables, self.arguments.dtypes
         if not any(map(_requires_grad, losses.leaves)):
             raise independent(losses.first_paths())
-        alive = functions_alive()
-        facts = self.option, False, self.option is not False, variables, 0, hooked
-        of_losses: Any = {"losses": losses.leaves, "runs_users": alive.users}
-        passes = EagerPasses(self.monitor, arguments.path, *facts, **of_losses)
-        if alive.refused:
-            refuse_nodes(Subgraph(losses.leaves).kinds, "the loss")
-        grads = self.run(losses, passes)
+        grads = run(losses, passes)
         if all(grad is None for part in grads for grad in part):
             passes.refuse_unreached(losses)
         values, put_aux_back = losses.leaves, None
@@ -229,11 +290,13 @@ class _EagerCall:
             values = [*values, *tensors_of_aux]
             if self.option is None:  # which may depend on other tensors than the losses do
                 passes.kept |= leads_to_others(tensors_of_aux, passes.own)
-        if hooked:  # Those of nodes would run again in a pass through the gradients.
-            remove_hooks_since(Subgraph(values).nodes, first)
+        if passes.hooked:  # Those of nodes would run again in a pass through the gradients.
+            remove_hooks_since(Subgraph(values).nodes, self.first_hook)
         count = len(losses.leaves)
         if passes.kept:
             values, grads = _without_own_graphs(passes, values, grads)
+            for variable in filter(_is_leaf, variables):
+                variable.requires_grad_(False)  # no later pass accumulates there
         else:
             values = levels.detached(values)
         if put_aux_back is not None:
@@ -247,17 +310,69 @@ class _EagerCall:
         )
 
 
+@dataclass
+class HeldCall:
+    """The outputs of a function's call on variables of eager code, and passes from them."""
+
+    passes: EagerPasses
+    outputs: Losses
+    values: Tensors  # copies of the outputs
+    aux: PyTree
+    create_graph: bool | None  # as the caller has it
+    outside: Outside
+    saved = ()  # the engine looks itself at what eager code has saved
+
+    def pulled(self, seeds: Sequence[Tensor]) -> tuple[Grads, str | None]:
+        """Return the gradients of a backward pass, and why their derivative would be wrong."""
+        option = self.create_graph if torch.is_grad_enabled() else False
+        in_transform = bool(transforms())
+        # In a function of eager code, its variables tell that its derivative is to be taken.
+        is_seen = bool(engine_calls.depth) and any(map(_requires_grad, seeds))
+        facts: Any = {"option": option, "in_transform": differentiated() or is_seen}
+        passes, outputs = replace(self.passes, **facts), self.outputs.leaves
+        if in_transform:
+            passes.monitor.check()
+        hooks = self.outside.pulled() if passes.hooked else INSIDE
+        try:
+            with hooks:
+                grads = passes.grads(outputs, seeds, passes.variables, retain=True)
+        except RuntimeError as error:
+            if FREED in str(error):
+                raise FreedGraphError(message("fn", *_FREED_BY_CALLER)) from error
+            if any(text in str(error) for text in CHANGED):
+                refuse_changed_since_saved(Subgraph(outputs).nodes, error)
+            raise
+        if passes.kept and not in_transform:
+            grads = _without_own_graphs(passes, [], [grads])[1][0]
+        if option is False and in_transform:
+            grads = [None if grad is None else grad.detach() for grad in grads]
+        return grads, passes.refused
+
+
+_HOOKS_OF_NODES = (
+    "outputs whose graph has no hooks of the function's, which a pass through them would run",
+    "hooks on nodes, or on a module",
+    "pass create_graph=False; or register a hook of the tensor: y.register_hook(hook)",
+)
+_FREED_BY_CALLER = (
+    "a graph that still holds its saved tensors",
+    "one that a pass through the outputs, or through an earlier result, has freed",
+    "pull first; or .backward(retain_graph=True), where create_graph=False has not cut the results",
+)
+
+
 def _without_own_graphs(
     passes: EagerPasses, values: Sequence[Tensor], grads: list[Grads]
 ) -> tuple[Tensors, list[Grads]]:
     """Return results of which each that leads to variables of the call alone has no graph."""
-    if not passes.own:
+    if not passes.own and passes.level != -1:
         return list(values), grads
     every = [*values, *(grad for part in grads for grad in part if grad is not None)]
     leading: set[Any] | None = None
     if len(every) > _FEW:  # a walk for each would be quadratic
         below = Subgraph(every)
         others = [x for k, x in below.leaves.items() if x.requires_grad and k not in passes.own]
+        others = [x for x in others if not hasattr(x, PRIVATE)]
         leading = below.leading_to(others)
 
     def cut(tensor: Tensor) -> Tensor:
@@ -268,8 +383,4 @@ def _without_own_graphs(
         return tensor if is_kept else tensor.detach()
 
     cut_grads = [[None if grad is None else cut(grad) for grad in part] for part in grads]
-    result = list(map(cut, values)), cut_grads
-    for variable in passes.variables:
-        if variable.is_leaf:
-            variable.requires_grad_(False)  # no later pass accumulates there
-    return result
+    return list(map(cut, values)), cut_grads

@@ -12,11 +12,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from gradkit._autograd.engine import reason_of
 from gradkit._compat.dynamo import explanations, is_exporting
 from gradkit._compat.nodes import CHANGED
 from gradkit._compat.transforms import BATCH, BATCH_FAILURES, transforms
 from gradkit._state import rng
-from gradkit._torch_bugs.missing import OF_NESTED, missing_derivative, way_out_of
+from gradkit._torch_bugs.missing import OF_NESTED, way_out_of
 from gradkit.errors import (
     DetachedLossError,
     FreedGraphError,
@@ -51,7 +52,7 @@ def named_errors(run: Callable[[], R], *, nested: bool = False) -> R:
             got = f"a function that takes them for the module: {text}"
             expected = "a function of a dict of parameters, as a module that is an argument is"
             raise LeafTypeError(message("fn", expected, got, _MODULE_IS_A_DICT)) from error
-        if _FREED in str(error) and not isinstance(error, GradkitError):
+        if FREED in str(error) and not isinstance(error, GradkitError):
             got = "a pass in fn that frees what the losses, or another pass, need"
             fix = "torch.autograd.grad(y, x, create_graph=True), or retain_graph=True"
             expected = "a graph that still holds its saved tensors"
@@ -77,7 +78,7 @@ def _why_refused(error: Exception, nested: bool) -> tuple[str, str, str] | None:
     if any(_module_of(frame).startswith("torch.nested") for frame in _frames(error)):
         return "dense tensors", *OF_NESTED
     if not isinstance(error, GradkitError):
-        reason = missing_derivative(error)
+        reason = reason_of(error)
         if reason is not None:
             return reason
         for known, (expected, got, fix) in _KNOWN.items():
@@ -182,7 +183,7 @@ _NESTED = (
     "gradkit.value_and_grads, the first with create_graph=True",
 )
 HOOKED_CONSTANT = "register a hook on a tensor that doesn't require gradient"
-_FREED = "Trying to backward through the graph a second time"
+FREED = "Trying to backward through the graph a second time"
 _MODULE_IS_A_DICT = (
     "call torch.func.functional_call(model, params, (x,)) in fn, or what "
     "gradkit.func.make_functional(model) gives; params['weight'], not params.weight; "

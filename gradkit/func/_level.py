@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from numbers import Number
@@ -20,13 +20,17 @@ from torch import Tensor
 from gradkit._autograd import engine
 from gradkit._autograd.inner_pass import InnerPass
 from gradkit._checks.higher_derivatives import refuse_wrong_derivative
+from gradkit._checks.modified_tensors import saved_versions
 from gradkit._compat import transforms as torch_func
+from gradkit._compat.dynamo import functions_traced, inlined_function
 from gradkit._compat.transforms import (
     TensorLists,
     differentiated,
     engine_calls,
+    is_zero,
     level_of,
     recording_levels,
+    transforms,
 )
 from gradkit._compat.undoing import INSIDE, undone
 from gradkit._core import pytree
@@ -35,7 +39,7 @@ from gradkit._core.graph import Subgraph
 from gradkit._core.ownership import PLAIN_TYPES, leave_inference_mode
 from gradkit._core.params import Grads, Tensors
 from gradkit._core.pytree import PyTree, Structure
-from gradkit._core.user_code import functions_alive, hooks_made, user_functions
+from gradkit._core.user_code import functions_alive, hooks_made, user_code_may_run, user_functions
 from gradkit._torch_bugs.monitor import OpMonitor, active_monitors
 from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError, describe, message
 from gradkit.func._arguments import Arguments, copied
@@ -59,6 +63,8 @@ class LevelPasses:
     hooked: bool = False  # fn has registered hooks, which may use tensors that its losses do not
     refused: str | None = None  # why a derivative that eager code may take would be wrong
     create_graph: bool = True  # jacobian reads it, and stacks gradients; not the caller's option
+    is_private: bool = False  # nobody else differentiates by what the outputs depend on
+    in_eager_code = False
 
     def depends(self, output: Tensor) -> bool:
         """Return whether an output was computed from the variables; True while tracing."""
@@ -104,7 +110,7 @@ class LevelPasses:
             return run(keep)
         below = Subgraph(roots)
         inner = InnerPass("the loss", self.path, variables, below, weights)
-        watch = self.level != -1  # the pull of a vjp has no edges to watch
+        watch = self.in_eager_code or self.level != -1  # the pull of a level has no edges to watch
         if not keep and self._may_reach_outside(below):
             with undone(partial(setattr, engine_calls, "is_tentative", False)):
                 engine_calls.is_tentative = True
@@ -143,7 +149,7 @@ class LevelPasses:
     def _check_derivative(self, below: Subgraph, variables: Tensors) -> bool:
         """Return whether a pass may record its graph; a derivative to come may be refused."""
         around = set().union(*map(recording_levels, below.roots))
-        is_eager = 0 in around
+        is_eager = 0 in around and not self.is_private
         # Gradients are linear in weights, and in the cotangents of a vjp, whose level has ended.
         is_seen = self.in_transform and (
             self.level != -1
@@ -248,6 +254,82 @@ def differentiate_in_level(
     return LevelResult(values, spec, grads, put_aux_back(tensors_of_aux), refused)
 
 
+@dataclass
+class LevelCall:
+    """A call of a function in a level of torch.func.vjp or jvp, and passes from its outputs."""
+
+    fn: Callable[..., Any]
+    arguments: Arguments
+    monitor: OpMonitor
+    has_aux: bool
+    create_graph: bool | None
+    transposed: bool  # the pass that follows is a backward pass
+    is_linear: bool = False  # an output that does not depend on the variables is zero
+    variables: Tensors = field(init=False)
+    has_user_code: bool = field(init=False)  # hooks; while torch.compile traces, a Function
+    outputs: Losses = field(init=False)
+    put_aux_back: Callable[[Iterable[Tensor]], PyTree] = field(init=False)
+    torch_pull: Callable[..., Iterable[Tensor]] = field(init=False)
+    values: Tensors = field(init=False)  # copies of the outputs
+    aux: PyTree = field(init=False)
+    saved: list[Any] = field(init=False)  # by the graph of the level
+
+    def hold(self) -> None:
+        """Call the function in a level of torch.func.vjp, for passes to come."""
+        cut, enabled = cut_of(self.create_graph)
+        with leave_inference_mode(record=True), enabled, INSIDE:
+            point = cut(self.arguments.variables)
+            results: Any = named_errors(lambda: torch.func.vjp(self, *point, has_aux=True))
+            outputs, self.torch_pull, aux = results
+            self.values, aux = (copied(cut(tensors)) for tensors in (outputs, aux))
+        self.aux = self.put_aux_back(aux)
+        is_hidden = torch.compiler.is_compiling() or bool(transforms())
+        self.saved = [] if is_hidden else saved_versions(self.outputs.leaves)
+
+    def __call__(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], Tensors]:
+        is_traced = torch.compiler.is_compiling()
+        if self.transposed and (is_traced or user_code_may_run()):
+            # Views, whose nodes are still there when the pass runs, after the level has ended; and
+            # in a Function's `apply`, torch.compile would take the inputs of vjp for constants.
+            tensors = views_of(tensors)
+        count = functions_traced if is_traced else hooks_made
+        made = count()
+        with self.monitor.noting():
+            returned = self.fn(*self.arguments.args_with(tensors))
+        self.monitor.check_traced()
+        self.has_user_code = count() > made
+        self.outputs, aux = read_returned(returned, has_aux=self.has_aux, scalar=False)
+        self.variables = list(tensors)
+        if self.transposed and not is_traced:
+            passes = self.passes(None, level_of(tensors[0]))
+            constants = [x for x in self.outputs.leaves if not passes.depends(x)]
+            if not self.is_linear or not all(map(is_zero, constants)):
+                passes.refuse_unreached(self.outputs)
+        tensors_of_aux, self.put_aux_back = partition_aux(aux)
+        return tuple(self.outputs.leaves), tensors_of_aux
+
+    def passes(self, create_graph: bool | None, level: int | None) -> LevelPasses:
+        """Return what runs passes from the outputs; level -1 is one that has ended."""
+        facts = create_graph, differentiated(), torch.is_grad_enabled(), self.variables, level
+        return LevelPasses(self.monitor, self.arguments.path, *facts, self.has_user_code)
+
+    def pulled(self, seeds: Sequence[Tensor]) -> tuple[Grads, str | None]:
+        """Return the gradients of a backward pass, and why their derivative would be wrong."""
+
+        def run(create: bool) -> Grads:
+            cut = detached if self.create_graph is False else detached_but_tangents
+            return [*(list if create else cut)(self.torch_pull(tuple(seeds)))]
+
+        if torch.compiler.is_compiling():
+            if self.has_user_code and transforms():  # compiled, its second derivative would be 0
+                raise UnsupportedGraphError(inlined_function())
+            return run(self.create_graph is not False), None
+        self.monitor.check()
+        passes = self.passes(self.create_graph, -1)
+        roots = [output for output in self.outputs.leaves if output.grad_fn is not None]
+        return passes.guarded(run, roots, list(seeds), self.variables), passes.refused
+
+
 Cut: TypeAlias = Callable[[Iterable[Tensor]], Tensors]
 
 
@@ -269,7 +351,7 @@ def cut_of(create_graph: bool | None) -> tuple[Cut, AbstractContextManager[objec
 
 def detached(tensors: Iterable[Tensor]) -> Tensors:
     """Return tensors without a graph."""
-    return [tensor.detach() for tensor in tensors]
+    return list(map(Tensor.detach, tensors))
 
 
 def detached_but_tangents(tensors: Iterable[Tensor]) -> Tensors:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Literal, TypeAlias, cast
 
@@ -11,10 +10,10 @@ import torch
 from torch import Tensor
 
 from gradkit import errors
+from gradkit._autograd.engine import inner_grads
 from gradkit._checks.hooks_in_passes import passes_changed
-from gradkit._checks.modified_tensors import refuse_written_since, saved_versions
-from gradkit._compat.dynamo import functions_traced, inlined_function
-from gradkit._compat.transforms import carries_graph, differentiated, is_zero, level_of, transforms
+from gradkit._checks.modified_tensors import refuse_written_since
+from gradkit._compat.transforms import carries_graph, derivatives_around, is_plain, transforms
 from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
 from gradkit._core.call import Losses, check_function, check_option
@@ -22,8 +21,7 @@ from gradkit._core.leaf_arithmetic import same_values
 from gradkit._core.ownership import leave_inference_mode, overlaps_itself, zeros_of
 from gradkit._core.params import Grads, Tensors
 from gradkit._core.pytree import PyTree
-from gradkit._core.results_without_graph import with_refused_derivatives
-from gradkit._core.user_code import hooks_made, user_code_may_run
+from gradkit._core.results_without_graph import with_refused_derivatives, with_zero_derivatives
 from gradkit._state.module_state import alone, state_now
 from gradkit._state.snapshot import put_back
 from gradkit._torch_bugs.missing import without_forward_mode
@@ -31,6 +29,7 @@ from gradkit._torch_bugs.monitor import OpMonitor
 from gradkit.errors import describe, message, warn_fallback
 from gradkit.func import _level as levels
 from gradkit.func._arguments import Arguments, check_options, copied, read_arguments
+from gradkit.func._differentiate import HeldCall, adds_up_right, differentiate, hold, own_code
 from gradkit.func._errors import ZERO_TENSOR, named_errors
 from gradkit.func._grads import value_and_grads
 
@@ -62,9 +61,12 @@ def vjp(
     Returns:
         `(values, pull)`, or `(values, pull, aux)`. `pull(cotangents)` takes a tree like `values` of
         tensors of the same shapes and dtypes, where None is zero, and returns a tuple of trees like
-        the primals, as often as it is called. What `fn` has used stays as it is until then.
+        the primals, as often as it is called. What `fn` has used stays as it is until then. Hooks
+        that `fn` registers on tensors run in `pull` alone.
 
     Raises:
+        FreedGraphError: In `pull`, if a pass of the caller's through what an earlier call returned
+            has freed the graph: `retain_graph=True` keeps it.
         UnsupportedGraphError: In `pull`, if a primal, or a tensor that `fn` refers to, was changed
             in place since the call, and its old value is needed.
         StructureError: In `pull`, for cotangents that do not match the outputs.
@@ -84,40 +86,55 @@ def _vjp(
     monitor: OpMonitor,
     has_aux: bool = False,
     create_graph: bool | None = None,
-    *,
-    is_linear: bool = False,
-    reasons: list[str] | None = None,
 ) -> Any:
-    cut, enabled = levels.cut_of(create_graph)
-    run = _FunctionRun(fn, arguments, has_aux, monitor, transposed=True, is_linear=is_linear)
-    with leave_inference_mode(record=True), enabled, INSIDE:
-        point = cut(arguments.variables)
-        results: Any = named_errors(lambda: torch.func.vjp(run, *point, has_aux=True))
-        values, aux = (copied(cut(tensors)) for tensors in results[::2])
-    torch_pull, versions = results[1], write_counts(point)
-    is_hidden = torch.compiler.is_compiling() or bool(transforms())
-    saved = [] if is_hidden else saved_versions(run.outputs.leaves)
+    run = _call(fn, arguments, monitor, has_aux=has_aux, create_graph=create_graph)
+    results = pytree.unflatten(run.outputs.spec, run.values), _pull_of(run, arguments)
+    return (*results, run.aux) if has_aux else results
+
+
+def _call(
+    fn: Callable[..., Any],
+    arguments: Arguments,
+    monitor: OpMonitor,
+    *,
+    has_aux: bool = False,
+    create_graph: bool | None = None,
+    is_linear: bool = False,
+) -> HeldCall | levels.LevelCall:
+    """Call a function for passes to come: in eager code, or in a level."""
+    flags: Any = {"has_aux": has_aux, "create_graph": create_graph, "is_linear": is_linear}
+    if is_plain() and adds_up_right(arguments, create_graph):
+        return hold(fn, arguments, monitor, **flags)
+    run = levels.LevelCall(fn, arguments, monitor, **flags, transposed=True)
+    run.hold()
+    return run
+
+
+def _pull_of(
+    run: HeldCall | levels.LevelCall, arguments: Arguments, reasons: list[str] | None = None
+) -> Callable[[PyTree], tuple[PyTree, ...]]:
+    versions = write_counts(arguments.variables)
 
     def pull(cotangents: PyTree) -> tuple[PyTree, ...]:
-        _refuse_changed(arguments, point, versions)
-        refuse_written_since(saved)
+        _refuse_changed(arguments, versions)
+        refuse_written_since(run.saved)
         by_leaf = pytree.flatten_up_to(run.outputs.spec, "values", cotangents, "cotangents")
         seeds = []
-        for index, (value, seed) in enumerate(zip(values, by_leaf, strict=True)):
+        for index, (value, seed) in enumerate(zip(run.values, by_leaf, strict=True)):
             where = partial(pytree.path, run.outputs.spec, index, "cotangents")
             seeds.append(_read_direction(seed, value, where, "torch.ones_like(value)"))
         with leave_inference_mode(record=True):
-            pulled = partial(run.pulled, torch_pull, seeds, create_graph)
-            grads, refused = named_errors(pulled)
+            grads, refused = named_errors(partial(run.pulled, seeds))
         grads = levels.cast_to(arguments.dtypes, grads)
-        if refused and reasons is not None and transforms():  # one differentiates by cotangents
+        # Those around differentiate by the cotangents.
+        if refused and reasons is not None and derivatives_around():
             reasons.append(refused)
             refused = None
-        trees: tuple[PyTree, ...] = arguments.grads_to_tree(grads, losses=values, refused=refused)
+        flags: Any = {"losses": run.values, "refused": refused}
+        trees: tuple[PyTree, ...] = arguments.grads_to_tree(grads, **flags)
         return trees
 
-    tree = pytree.unflatten(run.outputs.spec, values)
-    return (tree, pull, run.put_aux_back(aux)) if has_aux else (tree, pull)
+    return pull
 
 
 def jvp(
@@ -154,7 +171,7 @@ def jvp(
     check_options(fn, has_aux=has_aux, create_graph=create_graph)
     arguments = _read_primals(primals)
     directions = _read_directions(arguments, tangents)
-    run = _FunctionRun(fn, arguments, has_aux, OpMonitor(), transposed=False)
+    run = levels.LevelCall(fn, arguments, OpMonitor(), has_aux, create_graph, transposed=False)
     cut = levels.detached if create_graph is False else list
     with put_back(fn), alone(), leave_inference_mode(record=True):
         # Copies, which fn may change, or return.
@@ -260,9 +277,9 @@ def linearize(
     arguments = _read_primals(primals)
     zeros = pytree.map_tensors(zeros_of, arguments.args)
     _read_directions(arguments, zeros)  # raises for complex ones
+    cut = partial(_without_graph, create_graph)
     with put_back(fn):
         values, _, push = _linear_maps(fn, arguments)
-    cut = partial(_without_graph, create_graph)
     return cut(values), lambda *tangents: cut(push(_read_directions(arguments, tangents)))
 
 
@@ -275,7 +292,9 @@ def _linear_maps(
 ) -> tuple[PyTree, Callable[..., Any], Callable[[Tensors], PyTree]]:
     """Return a function's outputs, and products with its transposed Jacobian and with itself."""
     reasons: list[str] = []  # why a derivative by the primals would be wrong
-    outputs, pull = _vjp(fn, _read_primals(arguments.args), OpMonitor(more=1), reasons=reasons)
+    primals = _read_primals(arguments.args)
+    run = _call(fn, primals, OpMonitor(more=1))
+    outputs, pull = pytree.unflatten(run.outputs.spec, run.values), _pull_of(run, primals, reasons)
 
     def grads_of_variables(cotangents: PyTree) -> Tensors:
         # Once each: what `pull` gives for all places of a tied tensor would be added up.
@@ -285,11 +304,12 @@ def _linear_maps(
     # A pullback is linear in the cotangents; its own pullback is the product with the Jacobian.
     with leave_inference_mode(record=True):
         ones = pytree.map_tensors(torch.ones_like, outputs)
-    _, multiply = _vjp(grads_of_variables, _read_primals((ones,)), OpMonitor(), is_linear=True)
+    at = _read_primals((ones,))
+    multiply = _pull_of(_call(grads_of_variables, at, OpMonitor(), is_linear=True), at)
     versions = write_counts(arguments.variables)
 
     def push(directions: Tensors) -> PyTree:
-        _refuse_changed(arguments, arguments.variables, versions)
+        _refuse_changed(arguments, versions)
         products = multiply(directions)[0]
         if not reasons:
             return products
@@ -325,9 +345,10 @@ def hvp(
             `fn`, any other tree its one argument. Its leaves are as in `value_and_grads`, but real.
         tangents: The direction, a tree like `primals` of tensors of the same shapes and dtypes, one
             for a tensor in several places. A None in it is zero.
-        mode: `"forward-over-reverse"`, a forward pass through the gradient, takes the least time
-            and memory; `"reverse-over-reverse"` is for what has no forward-mode derivative, and
-            taken, with a `GradkitWarning`, where torch says so, or fails, as of `mse_loss`.
+        mode: `"forward-over-reverse"`, a forward pass through the gradient, keeps no graph of it;
+            `"reverse-over-reverse"` takes 0.6 to 0.95 of the time on a CPU, is for what has no
+            forward-mode derivative, and taken, with a `GradkitWarning`, where torch says so, or
+            fails, as of `mse_loss`.
         create_graph: As in `value_and_grads`, for a third derivative.
 
     Returns:
@@ -348,20 +369,26 @@ def hvp(
     directions = _read_directions(arguments, tangents)
     refused: list[str | None] = []
 
-    def grads_at(*tensors: Tensor) -> tuple[tuple[Tensor, ...], Tensors]:
-        here = arguments.at(arguments.args_with(tensors))
-        run = partial(levels.gradient_of_the_sum, may_be_aux=True)
-        result = levels.differentiate_in_level(fn, here, {}, run, has_aux=False, create_graph=None)
-        refused[:] = [result.refused]
-        pairs = zip(result.grads[0], here.variables, strict=True)
-        return tuple(torch.zeros_like(x) if g is None else g for g, x in pairs), result.values
+    def grads_at(*args: Any) -> tuple[tuple[Tensor, ...], Tensors]:
+        with own_code():
+            here = arguments.at(args)
+            run = partial(levels.gradient_of_the_sum, may_be_aux=True)
+            # In eager code, no transform tells that the gradients are differentiated.
+            record = True if is_plain() else None
+            result = differentiate(fn, here, {}, run, has_aux=False, create_graph=record)
+            refused[:] = [result.refused]
+            grads: Any = _filled(result.grads[0], here.variables)
+            if record:
+                grads = tuple(with_zero_derivatives(grads, here.variables))
+            return grads, result.values
 
     cut, enabled = levels.cut_of(create_graph)
     with put_back(fn), alone(), leave_inference_mode(record=True), enabled, INSIDE:
         # An expanded tensor can have no tangent of its own.
         given = (cut(arguments.variables), cut(directions))
         point, along = (tuple(x.clone() if overlaps_itself(x) else x for x in xs) for xs in given)
-        grads, products, losses = _grads_and_products(grads_at, point, along, mode)
+        here = arguments.at(arguments.args_with(point))
+        grads, products, losses = _grads_and_products(grads_at, here, along, mode, create_graph)
     if cut is not list:
         grads, products, losses = cut(grads), cut(products), []
     # In forward mode, torch makes float64 of a 0-dim float32 times a number.
@@ -371,12 +398,21 @@ def hvp(
 
 
 def _grads_and_products(
-    grads_at: Callable[..., Any], point: tuple[Tensor, ...], along: tuple[Tensor, ...], mode: Mode
+    grads_at: Callable[..., Any],
+    arguments: Arguments,
+    along: tuple[Tensor, ...],
+    mode: Mode,
+    create_graph: bool | None,
 ) -> tuple[Any, Any, Tensors]:
     """Return the gradients at a point, their derivative along a direction, and the losses."""
     failed = ""  # what forward mode has failed on
     if mode == "forward-over-reverse":
-        forward: Any = partial(torch.func.jvp, grads_at, point, along, has_aux=True)
+        point = tuple(arguments.variables)
+
+        def of_tensors(*tensors: Tensor) -> Any:
+            return grads_at(*arguments.args_with(tensors))
+
+        forward: Any = partial(torch.func.jvp, of_tensors, point, along, has_aux=True)
         try:
             return cast("tuple[Any, Any, Any]", named_errors(forward, nested=True))
         except errors.UnsupportedGraphError as error:
@@ -393,15 +429,24 @@ def _grads_and_products(
         if state is not None:
             state.put_back()
 
-    def reverse() -> tuple[Any, Any, Tensors]:
-        before = passes_changed()
-        grads, pull, losses = torch.func.vjp(grads_at, *point, has_aux=True)  # type: ignore[misc]
+    before = passes_changed()
+
+    def run(gradients: Losses, passes: levels.LevelPasses) -> list[Grads]:
+        grads, variables = gradients.leaves, passes.variables
         if passes_changed() == before:
-            return grads, pull(along), losses
+            return [passes.grads(grads, along, variables, retain=False)]
+
         # A gradient that a hook has changed may have a Jacobian that is not symmetric: its product
         # with the direction is that of the transpose of the transpose.
-        _, push = torch.func.vjp(lambda *x: pull(x), *map(torch.zeros_like, along))  # type: ignore[misc]
-        return grads, push(along), losses
+        def pull(*seeds: Tensor) -> Any:
+            return _filled(inner_grads(grads, variables, seeds, create_graph=True), variables)
+
+        return [list(torch.func.vjp(pull, *map(torch.zeros_like, along))[1](along))]
+
+    def reverse() -> tuple[Any, Any, Tensors]:
+        flags: Any = {"has_aux": True, "create_graph": create_graph, "scalar": False}
+        result = differentiate(grads_at, arguments, {}, run, **flags)
+        return result.values, _filled(result.grads[0], result.values), result.aux
 
     results = named_errors(reverse, nested=True)
     if failed:
@@ -413,68 +458,10 @@ def _grads_and_products(
     return results
 
 
-@dataclass
-class _FunctionRun:
-    """A function of a flat list of variables, and what is known once it has run."""
-
-    fn: Callable[..., Any]
-    arguments: Arguments
-    has_aux: bool
-    monitor: OpMonitor
-    transposed: bool  # the pass that follows is a backward pass
-    is_linear: bool = False  # an output that does not depend on the variables is zero
-    variables: Tensors = field(init=False)
-    has_user_code: bool = field(init=False)  # hooks; while torch.compile traces, a Function
-    outputs: Losses = field(init=False)
-    put_aux_back: Callable[[Iterable[Tensor]], PyTree] = field(init=False)
-
-    def __call__(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], Tensors]:
-        is_traced = torch.compiler.is_compiling()
-        if self.transposed and (is_traced or user_code_may_run()):
-            # Views, whose nodes are still there when the pass runs, after the level has ended; and
-            # in a Function's `apply`, torch.compile would take the inputs of vjp for constants.
-            tensors = levels.views_of(tensors)
-        count = functions_traced if is_traced else hooks_made
-        made = count()
-        with self.monitor.noting():
-            returned = self.fn(*self.arguments.args_with(tensors))
-        self.monitor.check_traced()
-        self.has_user_code = count() > made
-        self.outputs, aux = levels.read_returned(returned, has_aux=self.has_aux, scalar=False)
-        self.variables = list(tensors)
-        if self.transposed and not is_traced:
-            passes = self.passes(None, level_of(tensors[0]))
-            constants = [x for x in self.outputs.leaves if not passes.depends(x)]
-            if not self.is_linear or not all(map(is_zero, constants)):
-                passes.refuse_unreached(self.outputs)
-        tensors_of_aux, self.put_aux_back = levels.partition_aux(aux)
-        return tuple(self.outputs.leaves), tensors_of_aux
-
-    def passes(self, create_graph: bool | None, level: int | None) -> levels.LevelPasses:
-        """Return what runs passes from the outputs; level -1 is one that has ended."""
-        facts = create_graph, differentiated(), torch.is_grad_enabled(), self.variables, level
-        return levels.LevelPasses(self.monitor, self.arguments.path, *facts, self.has_user_code)
-
-    def pulled(
-        self,
-        pull: Callable[..., Iterable[Tensor]],
-        seeds: Sequence[Tensor],
-        create_graph: bool | None,
-    ) -> tuple[Grads, str | None]:
-        """Return the gradients of a backward pass, and why their derivative would be wrong."""
-
-        def run(create: bool) -> Grads:
-            cut = levels.detached if create_graph is False else levels.detached_but_tangents
-            return [*(list if create else cut)(pull(tuple(seeds)))]
-
-        if torch.compiler.is_compiling():
-            if self.has_user_code and transforms():  # compiled, its second derivative would be 0
-                raise errors.UnsupportedGraphError(inlined_function())
-            return run(create_graph is not False), None
-        self.monitor.check()
-        passes = self.passes(create_graph, -1)
-        roots = [output for output in self.outputs.leaves if output.grad_fn is not None]
-        return passes.guarded(run, roots, list(seeds), self.variables), passes.refused
+def _filled(grads: Iterable[Tensor | None], variables: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Return gradients with zeros in the place of None."""
+    pairs = zip(grads, variables, strict=True)
+    return tuple([torch.zeros_like(x) if grad is None else grad for grad, x in pairs])
 
 
 def write_counts(tensors: Iterable[Tensor]) -> list[int]:
@@ -484,9 +471,10 @@ def write_counts(tensors: Iterable[Tensor]) -> list[int]:
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
-def _refuse_changed(arguments: Arguments, point: Sequence[Tensor], versions: list[int]) -> None:
+def _refuse_changed(arguments: Arguments, versions: list[int]) -> None:
     """Raise if a primal, which the graph of the function refers to, was changed in place since."""
-    for index, (before, after) in enumerate(zip(versions, write_counts(point), strict=False)):
+    now = write_counts(arguments.variables)
+    for index, (before, after) in enumerate(zip(versions, now, strict=False)):
         if after != before:
             expected = "the primal as it was when the function ran"
             fix = "call it again after the change, or pass it a copy"

@@ -112,9 +112,11 @@ def assert_derivatives(
         right[order] = of_order(x)
     for name, (order, way) in ways.items():
         got = way(fn, x, along).detach()
-        torch.testing.assert_close(
-            got, right[order], rtol=1e-9, atol=1e-9, msg=f"{name}: {got}, not {right[order]}"
-        )
+        # The derivative of torch's det by the cotangent solves with the matrix: 1e-16 times the
+        # condition number, which is 7e8 for one of the matrices.
+        rtol = 1e-8 if name == "linearize" else 1e-9
+        text = f"{name}: {got}, not {right[order]}"
+        torch.testing.assert_close(got, right[order], rtol=rtol, atol=1e-9, msg=text)
 
 
 def _slope_by_torch(fn: Scalar, along: Tensor, x: Tensor) -> Tensor:

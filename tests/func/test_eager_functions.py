@@ -118,6 +118,131 @@ def test_it_is_right_to_second_order(device: torch.device, name: str) -> None:
         close((outside * along).sum(), nested)
 
 
+@pytest.mark.parametrize("name", GAINS)
+def test_products_are_right_to_second_order(device: torch.device, name: str) -> None:
+    fn, twin = GAINS[name]
+    x = torch.tensor([0.7, -0.4, 1.2], dtype=F64, device=device)
+    along = torch.tensor([1.0, -2.0, 0.5], dtype=F64, device=device)
+    close = partial(torch.testing.assert_close, rtol=1e-6, atol=1e-6)
+    two = torch.full((), 2.0, dtype=F64, device=device)
+    with unchanged(x):
+        gradient, second = torch.func.grad(twin)(x), difference(torch.func.grad(twin), x, along)
+        value, pull = func.vjp(fn, x)
+        close(value, twin(x))
+        for _ in range(2):
+            close(pull(two)[0], 2 * gradient)
+        close(func.linearize(fn, x)[1](along), gradient @ along)
+        close(func.ggn_vp(fn, torch.square, x, along)[1], 2 * gradient * (gradient @ along))
+        grads, product = func.hvp(fn, x, along, mode="reverse-over-reverse")
+        close((grads, product), (gradient, second))
+        inner = lambda x: func.value_and_grads(fn)(x)[1]  # noqa: E731
+        close(func.vjp(inner, x)[1](along)[0], second)
+        close(func.linearize(inner, x)[1](along), second)
+
+
+@pytest.mark.parametrize("create_graph", [None, False])
+def test_outputs_and_pulls_carry_the_graph_of_what_is_outside(
+    device: torch.device, create_graph: bool | None
+) -> None:
+    w = torch.tensor([0.7, -0.4], dtype=F64, device=device).requires_grad_()
+    for fn, x in ((lambda x: (x * w).sin(), w.detach()), (torch.sin, w)):
+        cotangent = torch.ones_like(x)
+        derivatives: list[Tensor] = []
+        for vjp in (partial(func.vjp, create_graph=create_graph), torch.func.vjp):
+            values, pull, *_ = vjp(fn, x)
+            for result in (values, pull(cotangent)[0], pull(cotangent)[0]):
+                derivatives.append(result.detach())
+                assert result.requires_grad == (create_graph is None or vjp is torch.func.vjp)
+                if result.requires_grad:
+                    derivatives += torch.autograd.grad(result.sum(), w, retain_graph=True)
+        if create_graph is None:
+            torch.testing.assert_close(derivatives[:6], derivatives[6:])
+        assert x.grad is None
+
+
+def test_a_pull_whose_graph_a_pass_through_the_outputs_has_freed(device: torch.device) -> None:
+    w = torch.tensor([0.7, -0.4], dtype=F64, device=device).requires_grad_()
+    for retain in (False, True):
+        values, pull = func.vjp(torch.sin, w)
+        torch.autograd.grad(values.sum(), w, retain_graph=retain)
+        if retain:
+            torch.testing.assert_close(pull(w.detach())[0], w.cos() * w)
+        else:
+            with pytest.raises(gradkit.FreedGraphError, match="retain_graph=True"):
+                pull(w.detach())
+
+
+def test_a_pull_of_eager_code_in_other_calls(device: torch.device) -> None:
+    """Values are torch.func's; no call of gradkit's leaves a graph to the function's variables."""
+    x = torch.tensor([0.7, -0.4, 1.2], dtype=F64, device=device)
+
+    def fn(x: Tensor) -> Tensor:
+        return (x**3).sin() * x.sum()
+
+    (_, pull), (_, theirs, *_) = func.vjp(fn, x), torch.func.vjp(fn, x)
+    rows = torch.eye(3, dtype=F64, device=device)
+    for call in (
+        lambda pull: torch.vmap(pull)(rows)[0],
+        lambda pull: func.per_loss_grads(lambda u: pull(u)[0])(x),
+        lambda pull: func.value_and_grads(lambda u: pull(u)[0].square().sum())(x)[1],
+        lambda pull: func.vjp(lambda u: pull(u)[0], x)[1](x)[0],
+        lambda pull: func.linearize(lambda u: pull(u)[0].sin(), x)[1](x),
+        lambda pull: func.hvp(lambda u: (pull(u)[0] ** 3).sum(), x, x, mode="reverse-over-reverse")[
+            1
+        ],
+    ):
+        ours = call(pull)
+        torch.testing.assert_close(ours, call(theirs))
+        assert not ours.requires_grad
+    for transformed in (
+        lambda pull: torch.func.grad(lambda u: pull(u)[0].square().sum())(x),
+        lambda pull: torch.func.jvp(lambda u: pull(u)[0].square(), (x,), (x,))[1],
+        lambda pull: torch.func.hessian(lambda u: (pull(u)[0] ** 3).sum())(x),
+        lambda pull: torch.vmap(torch.func.jacrev(lambda u: pull(u)[0]))(rows),
+    ):
+        torch.testing.assert_close(transformed(pull).detach(), transformed(theirs))
+
+
+def test_a_pull_says_what_fn_has_saved_and_was_changed(device: torch.device) -> None:
+    x, factor = torch.ones(2, device=device), torch.full((2,), 2.0, device=device)
+    pull = func.vjp(lambda x: x * factor, x)[1]
+    assert torch.equal(pull(x)[0], factor)
+    factor.mul_(2)
+    with pytest.raises(gradkit.UnsupportedGraphError, match=r"^fn: .* changed in place since"):
+        pull(x)
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_hooks_of_a_function_run_in_pulls_alone(device: torch.device, requires_grad: bool) -> None:
+    """Not in passes through what the call has returned: as with torch.func."""
+    x = torch.tensor([0.7, -0.4], dtype=F64, device=device, requires_grad=requires_grad)
+    seen: list[Tensor] = []
+
+    def fn(x: Tensor) -> Tensor:
+        y = x * x
+        y.register_hook(lambda grad: seen.append(grad))
+        return y * y
+
+    values, pull = func.vjp(fn, x)
+    for count in (1, 2):
+        result = pull(x.detach())[0]
+        torch.testing.assert_close(result, 4 * x.detach() ** 4, check_device=False)
+        assert len(seen) == count
+    if requires_grad:
+        for one in (values, result):
+            torch.autograd.grad(one.sum(), x, retain_graph=True)
+    assert len(seen) == 2
+
+
+def test_hooks_of_nodes_would_run_in_passes_through_the_outputs(device: torch.device) -> None:
+    x = torch.tensor([0.7, -0.4], dtype=F64, device=device, requires_grad=True)
+    fn = lambda x: before_node(x).sin()  # noqa: E731
+    with pytest.raises(gradkit.UnsupportedGraphError, match="create_graph=False"):
+        func.vjp(fn, x)
+    pulled = func.vjp(fn, x, create_graph=False)[1](torch.ones_like(x))[0]
+    torch.testing.assert_close(pulled, 4.5 * (1.5 * x.detach()).cos())
+
+
 # Where a hook that triples a gradient may be; each is registered by the function itself, or before.
 
 
