@@ -31,6 +31,7 @@ EXAMPLES = (
     "deq_digits",
     "eight_losses",
     "fewshot_digits",
+    "force_field",
     "learn_hyperparams",
     "maml_sinusoid",
     "meta_sharded",

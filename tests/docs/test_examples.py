@@ -24,7 +24,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 import gradkit
 from tests.processes import Ranks
 
-for extra in ("sklearn", "rich", "matplotlib"):
+for extra in ("ase", "sklearn", "rich", "matplotlib"):
     pytest.importorskip(extra)
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -45,6 +45,7 @@ maml = load_example("maml_sinusoid")
 fewshot = load_example("fewshot_digits")
 compiled = load_example("compiled_digits")
 deq = load_example("deq_digits")
+force_field = load_example("force_field")
 hyperparams = load_example("learn_hyperparams")
 ddp = load_example("multitask_ddp")
 shards = load_example("meta_sharded")
@@ -222,6 +223,47 @@ def test_a_compiled_step_with_another_clipping_is_seen(
 ) -> None:
     monkeypatch.setattr(gradkit.tree, "clip_by_global_norm", lambda grads, _: (grads, 0.0))
     assert compiled.main(["--smoke", "--device", str(device), "--output", str(tmp_path)]) == 1
+
+
+# --- force_field ---------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+def test_a_compiled_force_field_has_the_weights_of_the_loop(
+    device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ["--smoke", "--device", str(device), "--output", str(tmp_path)]
+    assert force_field.main(run) == 0
+    assert (tmp_path / "force_field.png").read_bytes().startswith(b"\x89PNG")
+    assert "OK the weights are those of the usual loop" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+def test_a_compiled_force_field_with_another_force_is_seen(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compiled_step(model: Any, known: Any, weight: float, backend: str) -> Any:
+        return usual_step(model, known, 1.01 * weight)
+
+    usual_step = force_field.usual_step
+    monkeypatch.setattr(force_field, "compiled_step", compiled_step)
+    run = ["--smoke", "--device", str(device), "--output", str(tmp_path)]
+    assert force_field.main(run) == 1
+
+
+def test_molecules_have_their_measured_energies(device: torch.device) -> None:
+    """Water has 232.6 kcal/mol to its atoms; no padding changes an energy or a force."""
+    known = force_field.molecules(device)
+    sizes = known.species.sum((1, 2))
+    water = known.at((known.species.sum(1) == known.species.new_tensor([2, 0, 0, 1])).all(1))
+    torch.testing.assert_close(water.energies, water.energies.new_tensor([-232.5799 * 0.0433641]))
+    model = force_field.network(device)
+    padded = force_field.errors(model, dict(model.named_parameters()), known.at(sizes == 3))
+    triples = force_field.Molecules(*(x[sizes == 3] for x in known))
+    alone = triples._replace(positions=triples.positions[:, :3], species=triples.species[:, :3])
+    assert force_field.errors(model, dict(model.named_parameters()), alone) == pytest.approx(padded)
 
 
 # --- per_sample_digits ---------------------------------------------------------------------------
