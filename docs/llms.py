@@ -8,7 +8,7 @@ from pathlib import Path
 
 _LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
 # Pages that are an index of others: `api` of `api_func` and so on.
-SPLIT = ("api",)
+SPLIT = ("api", "errors")
 
 _END = re.compile(r"(?<!et al\.)(?<=[.:])\s")
 
