@@ -72,27 +72,29 @@ def _docstring_of(name: str) -> str:
 
 def _add_docstrings(app: Sphinx, page: str, source: list[str]) -> None:
     """Put the docstrings below the lists of the reference, which a repository page has alone."""
-    if page != "api":
+    if page not in {path.stem for path in signatures.PAGES.values()}:
         return
 
     def followed(match: re.Match[str]) -> str:
         directives = "".join(map(_docstring_of, signatures.names(match[0])))
         return f"{match[0]}\n```{{eval-rst}}\n{directives}```\n"
 
-    errors = (
-        "```{eval-rst}\n.. automodule:: gradkit.errors\n   :members:\n   :show-inheritance:\n```\n"
-    )
     items = r"(?m)(?:^- `gradkit\..*\n(?:  .*\n)*)+"
-    source[0] = f"{re.sub(items, followed, source[0])}\n{errors}"
+    source[0] = re.sub(items, followed, source[0])
+    if page == signatures.PAGES["errors"].stem:
+        directive = ".. automodule:: gradkit.errors\n   :members:\n   :show-inheritance:\n"
+        source[0] += f"\n```{{eval-rst}}\n{directive}```\n"
 
 
 def _add_toctrees(app: Sphinx, page: str, source: list[str]) -> None:
-    """Make the sidebar of the links on the first page, which a repository page has alone."""
-    if page != "index":
-        return
-    for caption, pages in llms.pages(source[0]):
+    """Make the sidebar of the links on the first page, and on pages that are split into others."""
+    lists = [("", llms.parts(page, source[0]))] if page in llms.SPLIT else []
+    if page == "index":
+        lists = list(llms.pages(source[0]))
+    for caption, pages in lists:
+        options = f":caption: {caption}\n:hidden:" if caption else ":hidden:"
         listed = "\n".join(pages)
-        source[0] += f"\n```{{toctree}}\n:caption: {caption}\n:hidden:\n\n{listed}\n```\n"
+        source[0] += f"\n```{{toctree}}\n{options}\n\n{listed}\n```\n"
 
 
 def _write_other_forms(app: Sphinx, error: Exception | None) -> None:

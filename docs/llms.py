@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
+# Pages that are an index of others: `api` of `api_func` and so on.
+SPLIT = ("api", "errors")
+
 _END = re.compile(r"(?<!et al\.)(?<=[.:])\s")
 
 
@@ -18,6 +21,11 @@ def pages(index: str) -> Iterator[tuple[str, list[str]]]:
         yield caption, re.findall(r"\((\w+)\.md\)", text)
 
 
+def parts(page: str, source: str) -> list[str]:
+    """Return the pages that an index has links to, in its order."""
+    return list(dict.fromkeys(re.findall(rf"\(({page}_\w+)\.md\)", source)))
+
+
 def text(docs: Path) -> str:
     """Return the text, as https://llmstxt.org has it."""
     index = (docs / "index.md").read_text(encoding="utf-8")
@@ -25,10 +33,17 @@ def text(docs: Path) -> str:
     for caption, names in pages(index):
         lines += ["", f"## {caption}", ""]
         for name in names:
-            source = (docs / f"{name}.md").read_text(encoding="utf-8")
-            title = source.partition("# ")[2].partition("\n")[0]
-            lines.append(f"- [{title}]({name}.html): {_first_sentence(source)}")
+            lines.append(_line(docs, name))
+            if name in SPLIT:
+                source = (docs / f"{name}.md").read_text(encoding="utf-8")
+                lines += [_line(docs, part) for part in parts(name, source)]
     return "\n".join([*lines, ""])
+
+
+def _line(docs: Path, name: str) -> str:
+    source = (docs / f"{name}.md").read_text(encoding="utf-8")
+    title = source.partition("# ")[2].partition("\n")[0]
+    return f"- [{title}]({name}.html): {_first_sentence(source)}"
 
 
 def _paragraphs(source: str) -> list[str]:

@@ -1,7 +1,7 @@
-"""The signatures that `api.md` writes out: `python docs/signatures.py` brings them up to date.
+"""The signatures that the reference writes out: `python docs/signatures.py` brings them up to date.
 
-They are read on a repository page, where autodoc does not run; `tests/docs/test_api_page.py`
-compares them with `inspect.signature`.
+Each room of the package has a page, `api_func.md` and so on. They are read in a repository, where
+autodoc does not run; `tests/docs/test_api_page.py` compares them with `inspect.signature`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import inspect
 import re
 from pathlib import Path
 
-PAGE = Path(__file__).with_name("api.md")
 MODULES = ("", "func", "meta", "tree", "dotgrad", "report", "distributed", "errors")
+PAGES = {name: Path(__file__).with_name(f"api_{name or 'gradkit'}.md") for name in MODULES}
 
 # An item of a list that begins with a name; a call has its signature in the same backticks.
 ENTRY = re.compile(r"(?m)^- `(?P<name>gradkit[\w.]+)(?P<call>\([^`]*\))?`")
@@ -81,4 +81,5 @@ def updated(text: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(updated(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in PAGES.values():
+        page.write_text(updated(page.read_text(encoding="utf-8")), encoding="utf-8")

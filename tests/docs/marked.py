@@ -1,4 +1,4 @@
-"""How docs/errors.md runs: a statement with the comment `# raises` or `# warns` gives its heading.
+"""How a page of errors runs: a statement marked `# raises` or `# warns` gives its heading.
 
 An entry is headed by one or more literal texts in backticks; all of them have to be given, or one
 of those that "or" joins.
@@ -25,7 +25,7 @@ _CLASS = re.compile(r"`(\w+(?:Error|Warning))`")
 
 @dataclass(frozen=True)
 class Entry:
-    """A section of the page: its texts, the class it names, its blocks."""
+    """A section of a page: its texts, the class it names, its blocks."""
 
     heading: str
     body: str
@@ -51,10 +51,10 @@ class Entry:
 
 
 def entries(text: str) -> list[Entry]:
-    """Return the sections of the page that are headed by messages."""
-    sections = re.split(r"(?m)^(?:## .*|### (.*))$", text)
+    """Return the sections of a page, each headed by messages."""
+    sections = re.split(r"(?m)^## (.*)$", text)
     pairs = zip(sections[1::2], sections[2::2], strict=True)
-    return [Entry(heading, body) for heading, body in pairs if heading]
+    return [Entry(heading, body) for heading, body in pairs]
 
 
 def marked(block: str) -> dict[ast.stmt, str]:
@@ -80,7 +80,7 @@ def after_the_mark(block: str) -> list[ast.AST]:
 
 @dataclass
 class Page:
-    """Runs the blocks of the page, and keeps the texts that have come."""
+    """Runs the blocks of a page, and keeps the texts that have come."""
 
     entries: list[Entry]
     given: set[str] = field(default_factory=set)

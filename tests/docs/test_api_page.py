@@ -1,4 +1,4 @@
-"""docs/api.md has every public name, with the signature that the package has."""
+"""The reference has every public name, on the page of its room, with the package's signature."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ DOCS = Path(gradkit.__file__).resolve().parent.parent / "docs"
 sys.path.append(str(DOCS))
 signatures = importlib.import_module("signatures")
 
-TEXT = signatures.PAGE.read_text(encoding="utf-8")
+PAGES = {name: page.read_text(encoding="utf-8") for name, page in signatures.PAGES.items()}
+TEXT = "\n".join(PAGES.values())
 SHOWN = signatures.entries(TEXT)
 
 
@@ -40,6 +41,22 @@ def test_every_public_name_has_an_entry(device: torch.device) -> None:
     errors = set(re.findall(r"(?m)^\| `(\w+)` \| `\w+` \|", TEXT))
     shown = set(signatures.names(TEXT)) | {f"gradkit.errors.{name}" for name in errors}
     assert public_names() <= shown
+
+
+@pytest.mark.parametrize("room", [name for name in PAGES if name != "errors"])
+def test_a_page_has_the_names_of_its_room(device: torch.device, room: str) -> None:
+    shown = signatures.names(PAGES[room])
+    assert shown
+    others = {*signatures.MODULES} - {""}
+    assert {name.split(".")[1] for name in shown} & others == ({room} - {""})
+
+
+def test_the_pages_are_in_the_index_and_are_all(device: torch.device) -> None:
+    index = (DOCS / "api.md").read_text(encoding="utf-8")
+    linked = set(re.findall(r"\((api_\w+\.md)\)", index))
+    assert linked == {page.name for page in signatures.PAGES.values()}
+    assert linked == {path.name for path in DOCS.glob("api_*.md")}
+    assert signatures.names(index) == []
 
 
 def test_every_entry_exists(device: torch.device) -> None:

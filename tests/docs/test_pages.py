@@ -10,6 +10,7 @@ import doctest
 import inspect
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -89,7 +90,9 @@ def run(document: Document) -> None:
         leave_process_group()
 
 
-RUN = [path for path in PAGES if path.name != "errors.md"]
+# Of each, statements have to raise: they run with what they expect.
+ERRORS = sorted((ROOT / "docs").glob("errors_*.md"))
+RUN = [path for path in PAGES if path not in ERRORS]
 IN_SECONDS = [path for path in RUN if path.name != "compile.md"]
 
 
@@ -110,8 +113,9 @@ def test_pages_have_blocks() -> None:
     assert sum(fences(path).count("python") for path in PAGES) > 50
 
 
-ERRORS = ROOT / "docs" / "errors.md"
-ENTRIES = marked.entries(ERRORS.read_text(encoding="utf-8"))
+OF_PAGE = {path: marked.entries(path.read_text(encoding="utf-8")) for path in ERRORS}
+ENTRIES = [entry for entries in OF_PAGE.values() for entry in entries]
+every_page_of_errors = pytest.mark.parametrize("path", ERRORS, ids=page_id)
 every_entry = pytest.mark.parametrize(
     "entry",
     [entry for entry in ENTRIES if entry.heading not in two_ranks.ENDING],
@@ -119,13 +123,29 @@ every_entry = pytest.mark.parametrize(
 )
 
 
-def test_every_text_on_the_page_of_errors_is_raised() -> None:
+@every_page_of_errors
+def test_every_text_on_a_page_of_errors_is_raised(path: Path) -> None:
     """So that a search for a text that somebody got ends there."""
-    page = marked.Page(ENTRIES)
-    run(marked.parsed(str(ERRORS), page))
-    heads = {text for entry in ENTRIES for text in entry.texts}
-    apart = {text for entry in ENTRIES if entry.heading in two_ranks.ENDING for text in entry.texts}
+    entries = OF_PAGE[path]
+    page = marked.Page(entries)
+    run(marked.parsed(str(path), page))
+    heads = {text for entry in entries for text in entry.texts}
+    apart = {text for entry in entries if entry.heading in two_ranks.ENDING for text in entry.texts}
+    assert heads
     assert heads - page.given == apart
+
+
+def test_a_text_heads_one_entry() -> None:
+    """On all pages together."""
+    texts = Counter(text for entry in ENTRIES for text in entry.texts)
+    assert len(texts) > 200
+    assert [text for text, times in texts.items() if times > 1] == []
+    assert set(two_ranks.ENDING) <= {entry.heading for entry in ENTRIES}
+
+
+def test_the_index_of_errors_has_every_page() -> None:
+    index = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"\((errors_\w+\.md)\)", index)) == {path.name for path in ERRORS}
 
 
 @every_entry
@@ -162,8 +182,10 @@ def test_errors_of_two_processes_are_what_is_raised(heading: str, tmp_path: Path
     assert any(text in said for text in entry.texts)
 
 
-def test_code_on_the_page_of_errors_is_no_wider_than_the_column() -> None:
-    blocks = [block for entry in ENTRIES for block in entry.blocks]
+@every_page_of_errors
+def test_code_on_a_page_of_errors_is_no_wider_than_the_column(path: Path) -> None:
+    blocks = [str(block.parsed) for block in parse(path)]
+    assert blocks
     assert [line for block in blocks for line in block.splitlines() if len(line) > 76] == []
 
 

@@ -1,4 +1,4 @@
-"""Programs of two processes, which end with an entry of docs/errors.md that has no block."""
+"""Programs of two processes, which end with an entry of errors_processes.md that has no block."""
 
 from __future__ import annotations
 
