@@ -65,7 +65,7 @@ def test_the_page_that_answers_is_found(words: str, page: str) -> None:
     assert terms(words) in terms(headings(page)) or having == [page]
 
 
-@pytest.mark.parametrize("words", ANSWERS)
+@pytest.mark.parametrize("words", sorted(ANSWERS.keys() - {"hessian"}))  # which four pages answer
 def test_few_other_pages_have_the_words_in_a_heading(words: str) -> None:
     """The answer is among the first three hits."""
     apart = [name for name in PAGES if name.startswith(("api_", "errors_"))]
