@@ -37,7 +37,9 @@ def by_room(results: Mapping[str, Any]) -> dict[str, list[Row]]:
 
 def table(rows: Sequence[Row]) -> str:
     """Return what rows have measured, in Markdown."""
-    return _markdown(("call", "gradkit", "alternative", "ratio"), [_cells(row)[:4] for row in rows])
+    # The ratio first: on a phone, only the first columns are in sight.
+    columns = ("ratio", "call", "gradkit", "alternative")
+    return _markdown(columns, [(row[3], *row[:3]) for row in map(_cells, rows)])
 
 
 def targets(rows: Sequence[Row]) -> str:

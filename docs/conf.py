@@ -4,6 +4,7 @@ import inspect
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 from sphinx.application import Sphinx
 
@@ -97,6 +98,15 @@ def _add_toctrees(app: Sphinx, page: str, source: list[str]) -> None:
         source[0] += f"\n```{{toctree}}\n{options}\n\n{listed}\n```\n"
 
 
+def _break_names(
+    app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: object
+) -> None:
+    """Let a long name in code break after an underscore; what is copied stays as it is."""
+    body, literal = context.get("body"), r'(?<=<span class="pre">)[^<]+'
+    if body:
+        context["body"] = re.sub(literal, lambda match: match[0].replace("_", "_<wbr>"), body)
+
+
 def _write_other_forms(app: Sphinx, error: Exception | None) -> None:
     """Write llms.txt, the pages each with its first sentence, and the notebooks."""
     if error is None:
@@ -107,6 +117,7 @@ def _write_other_forms(app: Sphinx, error: Exception | None) -> None:
 
 def setup(app: Sphinx) -> None:
     app.connect("build-finished", _write_other_forms)
+    app.connect("html-page-context", _break_names)
     app.connect("source-read", _add_toctrees)
     app.connect("source-read", _add_docstrings)
     app.connect("autodoc-process-docstring", _keep_prose, priority=1)

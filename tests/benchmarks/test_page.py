@@ -39,9 +39,10 @@ def test_rows_come_back_by_room(device: torch.device, results: Path) -> None:
 
 def test_a_table_has_what_was_measured(device: torch.device) -> None:
     lines = page.table([MET, MISSED, IDLE]).splitlines()
-    assert lines[2] == "| a | 1.00 ms | 1.00 ms, b | 1.000 |"
-    assert lines[3] == "| c | 2.00 ms | 1.00 ms, d | 2.000 |"
-    assert lines[4] == "| e | - | f | - |"
+    assert lines[0] == "| ratio | call | gradkit | alternative |"
+    assert lines[2] == "| 1.000 | a | 1.00 ms | 1.00 ms, b |"
+    assert lines[3] == "| 2.000 | c | 2.00 ms | 1.00 ms, d |"
+    assert lines[4] == "| - | e | - | f |"
 
 
 def test_a_table_of_targets_states_what_is_missed(device: torch.device) -> None:
