@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradkit._compat.autograd import current_pass, run_around_backward
 from gradkit._compat.transforms import is_of_ended_transform, layers, recording_levels, transforms
-from gradkit._core.graph import Subgraph, metadata
+from gradkit._core.graph import PRIVATE, Subgraph, metadata
 from gradkit._core.known_results import attach
 from gradkit._core.params import Grads
 from gradkit._core.user_code import Cotangents, functions_alive, register_own_hooks, user_functions
@@ -54,10 +54,12 @@ def with_refused_derivatives(
 def without_ended_graph(grad: Tensor | None) -> Tensor | None:
     """Return a gradient without a graph that leads to tensors of ended transforms only."""
     # Since 2.14, torch.func leaves one to the second derivatives of batch_norm and instance_norm.
+    # A pull of eager code leaves one to its own variables, where a transform differentiates it.
     if grad is None or not grad.requires_grad or transforms():
         return grad
     leaves = Subgraph([grad]).leaves.values()
-    return grad.detach() if leaves and all(map(is_of_ended_transform, leaves)) else grad
+    is_ended = all(is_of_ended_transform(leaf) or hasattr(leaf, PRIVATE) for leaf in leaves)
+    return grad.detach() if leaves and is_ended else grad
 
 
 def _skip_functions_without_cotangents(below: Subgraph) -> None:

@@ -21,7 +21,11 @@ from gradkit._core.leaf_arithmetic import same_values
 from gradkit._core.ownership import leave_inference_mode, overlaps_itself, zeros_of
 from gradkit._core.params import Grads, Tensors
 from gradkit._core.pytree import PyTree
-from gradkit._core.results_without_graph import with_refused_derivatives, with_zero_derivatives
+from gradkit._core.results_without_graph import (
+    with_refused_derivatives,
+    with_zero_derivatives,
+    without_ended_graph,
+)
 from gradkit._state.module_state import alone, state_now
 from gradkit._state.snapshot import put_back
 from gradkit._torch_bugs.missing import without_forward_mode
@@ -177,7 +181,7 @@ def jvp(
         # Copies, which fn may change, or return.
         point, along = (tuple(copied(cut(x))) for x in (arguments.variables, directions))
         results: Any = named_errors(lambda: torch.func.jvp(run, point, along, has_aux=True))
-    values, tangents_out, aux = (cut(tensors) for tensors in results)
+    values, tangents_out, aux = (_without_ended_graphs(cut(each)) for each in results)
     # In forward mode, torch makes float64 of a 0-dim float32 times a number.
     products = levels.cast_to([value.dtype for value in values], tangents_out)
     if not torch.compiler.is_compiling() and any(map(carries_graph, values)):
@@ -389,6 +393,7 @@ def hvp(
         point, along = (tuple(x.clone() if overlaps_itself(x) else x for x in xs) for xs in given)
         here = arguments.at(arguments.args_with(point))
         grads, products, losses = _grads_and_products(grads_at, here, along, mode, create_graph)
+    grads, products, losses = map(_without_ended_graphs, (grads, products, losses))
     if cut is not list:
         grads, products, losses = cut(grads), cut(products), []
     # In forward mode, torch makes float64 of a 0-dim float32 times a number.
@@ -456,6 +461,10 @@ def _grads_and_products(
             'mode="reverse-over-reverse" saves the first call.'
         )
     return results
+
+
+def _without_ended_graphs(tensors: Iterable[Tensor]) -> Tensors:
+    return cast("Tensors", list(map(without_ended_graph, tensors)))
 
 
 def _filled(grads: Iterable[Tensor | None], variables: Iterable[Tensor]) -> tuple[Tensor, ...]:

@@ -221,6 +221,8 @@ class InnerStep:
             returned = self.loss_fn(params, buffers, inputs.outer, batch)
             return read_loss_and_buffers(returned, carry.buffers, has_aux=self.has_aux)
 
+        # `_functional` is right in eager code, too, but takes 1.2 of the time of 5 steps of a small
+        # net, and 4.5 of 200: its walks go down through all steps before this one.
         if transforms():
             out = self._functional(loss_fn, carry.tensors, create_graph)
         else:

@@ -187,6 +187,8 @@ def test_a_pull_of_eager_code_in_other_calls(device: torch.device) -> None:
         lambda pull: func.value_and_grads(lambda u: pull(u)[0].square().sum())(x)[1],
         lambda pull: func.vjp(lambda u: pull(u)[0], x)[1](x)[0],
         lambda pull: func.linearize(lambda u: pull(u)[0].sin(), x)[1](x),
+        lambda pull: func.jvp(lambda u: pull(u)[0].sin(), x, x)[1],
+        lambda pull: func.hvp(lambda u: (pull(u)[0] ** 3).sum(), x, x)[1],
         lambda pull: func.hvp(lambda u: (pull(u)[0] ** 3).sum(), x, x, mode="reverse-over-reverse")[
             1
         ],
