@@ -137,7 +137,7 @@ def run_batch(
     call: Call, outputs: Sequence[Tensor], inputs: Sequence[Any], batches: Sequence[Tensor]
 ) -> list[Tensor | None]:
     """Run one pass from batches of cotangents, inside `batched_mode`, and keep the graph."""
-    # Not torch.autograd.grad, which a TorchFunctionMode would see: hooks could not be seen by one.
+    # torch.autograd.grad would be seen by a TorchFunctionMode: hooks could not be seen by one.
     options = (True, call.create_graph, tuple(inputs), True)
     try:
         return list(run_engine(tuple(outputs), tuple(batches), *options))
@@ -229,7 +229,7 @@ def _accumulate(leaves: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Non
 @contextmanager
 def _grads_restored_on_error(call: Call) -> Iterator[None]:
     """Put every `.grad` back if a Function cannot be differentiated again."""
-    # With create_graph, the engine replaces each `.grad`, and does not add into it.
+    # A pass with create_graph replaces each `.grad`, and does not add into it.
     leaves = list(call.whole.leaves.values())
     before = [leaf.grad for leaf in leaves]
     try:
@@ -361,8 +361,8 @@ def inner_grads(
     accumulate: bool = False,
 ) -> list[Tensor | None]:
     """Return the gradients of outputs with respect to inputs; outputs without a graph add none."""
-    # With `accumulate`, the inputs are leaves of gradkit's own, to whose `.grad` the pass adds.
-    # While torch.compile traces, the gradients of inputs that are not reached are zeros.
+    # The inputs are leaves of gradkit's own with `accumulate`: the pass adds to their `.grad`.
+    # The gradients of inputs that are not reached are zeros while torch.compile traces.
     if torch.compiler.is_compiling():
         traced: Any = {"retain_graph": retain_graph, "create_graph": create_graph}
         given: Any = cotangents
@@ -378,7 +378,7 @@ def inner_grads(
     roots, seeds = zip(*pairs, strict=True)
     options = create_graph if retain_graph is None else retain_graph, create_graph
     is_plain = not accumulate and _are_plain(roots, inputs, seeds)
-    # Around a function inside of another, gradkit's own code is hidden from modes.
+    # gradkit's own code around a function inside of another is hidden from modes.
     is_hidden = engine_calls.depth and count_function_modes() and user_code_may_run()
     modes = with_function_modes() if is_hidden else INSIDE
     recomputing = recompute_hooks() if create_graph else INSIDE
@@ -484,7 +484,7 @@ def unrecorded() -> Iterator[None]:
     if not any_observers():
         yield
         return
-    # Raises as a pass that is recorded would, and leaves the `.grad` of these tensors alone.
+    # The block raises as a recorded pass would, and leaves the `.grad` of these tensors alone.
     tensors = {id(t): t for t, _ in observed_tensors() if t.retains_grad and not t.is_leaf}
     with grads_put_back(list(tensors.values())), hidden_passes():
         yield

@@ -25,7 +25,7 @@ from gradkit._state.hook_tables import put_hooks_back
 from gradkit._torch_bugs.node_formulas import holds_formulas
 from gradkit.errors import GradkitError, UnsupportedGraphError, first_line, message, warn_fallback
 
-# What the engine's batched mode gets wrong, or cannot do [G1, G6].
+# The nodes that the engine's batched mode gets wrong, or cannot run [G1, G6].
 _UNBATCHABLE = {
     "AsStridedScatterBackward0": "torch computes a batched as_strided_scatter wrongly",
     COMPILED: "a backward compiled by torch.compile takes no batch",
@@ -207,7 +207,7 @@ class JacobianBuffer:
         for parts, elements, filled in columns:
             if elements is not None:
                 elements[filled:].zero_()
-                # Sparse ones: with dense ones beside them the sum is dense.
+                # The parts are sparse gradients: with dense ones beside them the sum is dense.
                 for start, part in parts:
                     elements.narrow(0, start, len(part)).copy_(part.to_dense())
         return [
@@ -307,5 +307,5 @@ def one_hot(loss: Tensor, start: int, stop: int) -> Tensor:
     """Return the cotangents of the elements of `loss` from `start` to `stop`, stacked."""
     rows = torch.arange(start, stop, device=loss.device)
     columns = torch.arange(loss.numel(), device=loss.device)
-    # Compared and not filled: torch.compile does not follow a write to a diagonal.
+    # The diagonal is compared and not filled: torch.compile does not follow a write to it.
     return (rows[:, None] == columns).to(loss.dtype).view(stop - start, *loss.shape)

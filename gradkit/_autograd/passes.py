@@ -185,7 +185,7 @@ class PassRunner:
         retain: bool,
     ) -> tuple[list[Tensor | None], dict[int, int]]:
         """Run a pass that also captures what is observed, and that leaves every `.grad` alone."""
-        # Returns the gradients, and the versions that those that were copied late had by then.
+        # The results are the gradients, and the versions that those copied late had by then.
         with undo_stack() as stack:
             inputs = stack.enter_context(self.observed_inputs(variables))
             create = self.call.create_graph
@@ -302,7 +302,7 @@ def run_jointly(
 ) -> PassResult:
     """Run one pass for the weighted sum of the losses, or of tensors that have these cotangents."""
     outputs: Sequence[Tensor] = losses.leaves
-    seeds: list[Tensor | None] = [*cotangents] or [None] * len(outputs)  # None is one
+    seeds: list[Tensor | None] = [*cotangents] or [None] * len(outputs)  # a seed of None is 1
     learned: Sequence[Tensor] = ()
     if weights is not None:
         outputs, seeds, learned = weighted_outputs(losses, weights)
@@ -325,7 +325,7 @@ def weighted_outputs(
     losses: Losses, weights: PyTree
 ) -> tuple[Sequence[Tensor], list[Tensor | None], list[Tensor]]:
     """Return what a pass for the sum starts from, with cotangents; weights that are part of it."""
-    seeds: list[Tensor | None] = [None] * len(losses.leaves)  # None is one
+    seeds: list[Tensor | None] = [None] * len(losses.leaves)  # a seed of None is 1
     by_loss = None if weights is None else read_weights(weights, losses)
     if by_loss is None:
         return losses.leaves, seeds, []

@@ -41,7 +41,7 @@ Result = TypeVar("Result")
 
 def may_run(call: Call, loss: Tensor) -> bool:
     """Return whether nothing but the operations of the graph changes or reads a cotangent."""
-    # In float16, a gradient that is not finite would get a norm that is.
+    # A gradient in float16 that is not finite would get a norm that is.
     dtypes = {(x.dtype, grad_dtype(x)) for params in call.params for x in params.variables}
     return (
         call.no_subclasses

@@ -238,7 +238,7 @@ def uses_shared_by_samples(
     loss: Tensor, below: Subgraph, variables: Sequence[Tensor]
 ) -> list[SharedOperand]:
     """Return where the samples share variables; raise if a sample may depend on another."""
-    # From the vector down, each tensor gets a `BatchDim`. If one gets two that differ, if samples
+    # Each tensor from the vector down gets a `BatchDim`. If one gets two that differ, if samples
     # share what was computed from a variable, or if a use has no rule for its gradients, nothing is
     # proved. What leads to no variable is not looked at.
     numbers = {id(variable): number for number, variable in enumerate(variables)}

@@ -138,8 +138,8 @@ def _params(optimizer: Optimizer) -> Iterator[Tensor]:
     return (param for group in optimizer.param_groups for param in group["params"])
 
 
-# What torch writes after it has saved it. In training, a pass does not need running statistics; the
-# noise of an RReLU is refused where it is lost.
+# torch writes these after it has saved them. In training, a pass does not need running statistics;
+# the noise of an RReLU is refused where it is lost.
 STATISTICS, _NOISE = {"running_mean", "running_var"}, "noise"
 
 
@@ -165,7 +165,7 @@ class SavedValue:
         return f"{self._metadata}{' of other values' if self.differs else ''}"
 
 
-# What another order of additions may change in each element, as a parallel sum does.
+# A parallel sum, which adds in another order, may change each element by so many eps.
 _ROUNDING = 8.0
 
 

@@ -85,7 +85,7 @@ def _refuse_values(
     where: Callable[[], str], nodes: Collection[Node], *, create_graph: bool
 ) -> None:
     """Raise if torch gets the derivative of a node wrong for the values that it has saved."""
-    # Below a dispatch mode, such as that of `checked`, torch decomposes matrices.
+    # torch decomposes matrices below a dispatch mode, such as that of `checked`.
     decomposes = transforms.count_dispatch_modes() > 0 or is_checked()
     for node in nodes:
         if type(node) not in KINDS or hooked_tensors(node):  # which may recompute much
@@ -265,7 +265,7 @@ class _Probe:
             return None
         copies = self._copies[current_pass()] = []
         kept = kept_tensors(self._node)
-        # In a transform, a kept tensor is the level's own, as an input without a graph is. In eager
+        # A kept tensor in a transform is the level's own, as an input without a graph is. In eager
         # code an input that nothing else refers to is told from a result by the source alone.
         # gradkit's own Functions, which run the user's code again, keep their inputs alone.
         is_own = forward_class(self._node).__module__.startswith("gradkit.")

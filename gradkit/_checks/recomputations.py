@@ -44,7 +44,7 @@ def exact(run: Callable[[], R], *modules: nn.Module) -> R:
     Where torch.func.functional_call has put tensors into a module, or the caller into these, they
     are there when it recomputes; a pass raises if it comes to other values even so.
     """
-    # Inside a derivative of torch.func, a checkpoint raises by itself.
+    # A checkpoint inside a derivative of torch.func raises by itself.
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or differentiated():
         return run()
     frames, outer, block = checkpoints.frames_waiting(), checked.exact.modules, object()

@@ -29,7 +29,7 @@ def lists_as_torch(kind: type[nn.Module]) -> bool:
 
 _NAMED_PARAMETERS, _NAMED_MODULES = nn.Module.named_parameters, nn.Module.named_modules
 _NAMED_MEMBERS = nn.Module._named_members
-# None of these reduces or shards gradients.
+# The classes of torch.nn.modules neither reduce nor shard gradients.
 OF_TORCH_NN = frozenset(
     each
     for each in vars(nn.modules).values()
@@ -127,7 +127,7 @@ def scaler_put_back_on_error(scaler: GradScaler, instances: Sequence[Optimizer])
         else None
         for key in map(id, instances)
     }
-    # Where every .grad was None, unscale_() has unscaled nothing, and a step would raise:
+    # unscale_() has unscaled nothing where every .grad was None, and a step would raise:
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/amp/grad_scaler.py#L475
     for key in before:
         if is_unscaled(scaler, key) and not states[key]["found_inf_per_device"]:

@@ -109,7 +109,7 @@ _BY_CLASS = ("NllLoss", "MultiMargin", "MultilabelMargin")  # their inputs: [C],
 
 def averaged_elements(root: Any, count: float, scales: set[float]) -> tuple[int, bool]:
     """Return over how many targets a scalar, or a term of it, is a mean; and whether of a term."""
-    # 0 if none, or unknown. `scales`: what sums were divided by that was no number of targets.
+    # The number is 0 if none, or unknown. `scales` gets divisors that are no number of targets.
     # Run on torch 2.13.
     waiting: list[tuple[Any, tuple[float, ...]]] = [(root, ())] if root is not None else []
     seen: set[Any] = set()

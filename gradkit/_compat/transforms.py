@@ -33,7 +33,7 @@ _KINDS = {int(kind): kind.name for kind in _TYPES.__members__.values()}
 # The transforms whose value is a derivative.
 DERIVATIVES = frozenset({"Grad", "Jvp"})
 BATCH, FORWARD = "Vmap", "Jvp"
-# What torch raises where it cannot batch a pass. Batched, the mean of mse_loss and of huber_loss is
+# torch raises these where it cannot batch a pass. Batched, the means of mse_loss and huber_loss are
 # divided by the number of elements in Python, which may be 0.
 BATCH_FAILURES = (RuntimeError, ZeroDivisionError)
 
@@ -86,10 +86,10 @@ class _Engine(threading.local):
 
     depth = 0
     own: frozenset[int] = frozenset()  # the ids of their variables that are leaves
-    # In the second run of a checkpointed function: how many transforms were around it when it
+    # The second run of a checkpointed function has how many transforms were around it when it
     # began, and the derivatives around the first run, which are those that are taken.
     second_run: tuple[int, tuple[str, ...]] | None = None
-    # In a pass whose graph may be thrown away: a derivative of it is refused once it is taken.
+    # The graph of the pass may be thrown away: a derivative of it is refused once it is taken.
     is_tentative = False
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ def differentiated() -> bool:
     return not DERIVATIVES.isdisjoint(transforms())
 
 
-# What torch.compiler.assume_constant_result does, which would import all of torch's compiler.
+# torch.compiler.assume_constant_result does the same, but would import all of torch's compiler.
 for _run_in_trace in (transforms, derivatives_around, differentiated):
     vars(_run_in_trace)["_dynamo_marked_constant"] = True
 
@@ -486,6 +486,6 @@ def _default_hooks_set_aside() -> Iterator[None]:
 
     with undone(put_back):
         while (hooks := default_hooks()) is not None:
-            # Both are in one line, so that no interrupt comes in between.
+            # No interrupt comes between the two, which are in one line.
             aside += (hooks, autograd._pop_saved_tensors_default_hooks())[:1]
         yield

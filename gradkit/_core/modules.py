@@ -33,7 +33,7 @@ def list_distinct(module: nn.Module) -> tuple[list[Tensor], Structure, set[type]
     kept: tuple[int, ...] | None = None  # all
     tensors = every
     if len(set(map(id, every))) < len(every) or not _NONE.isdisjoint(map(type, every)):
-        # None, a layer's missing bias, is left out; a tied parameter has its first name.
+        # A layer's missing bias, None, is left out; a tied parameter has its first name.
         first = dict(zip(map(id, reversed(every)), reversed(range(len(every))), strict=True))
         first.pop(id(None), None)
         kept = tuple(sorted(first.values()))

@@ -36,7 +36,7 @@ def overlaps_itself(tensor: Tensor) -> bool:
 
 def shared_by(written: Sequence[Tensor], read: Sequence[Tensor | None]) -> tuple[int, int] | None:
     """Return a tensor that is written, and another one in its memory; None if there is none."""
-    # Both are indices into `written + read`; `read[i]` may be exactly `written[i]`.
+    # The two are indices into `written + read`; `read[i]` may be exactly `written[i]`.
     tensors = [*written, *(y for y in read if y is not None)]
     if _are_disjoint(tensors) or any(x.is_meta for x in tensors):  # meta tensors have no memory
         return None
@@ -58,7 +58,7 @@ def shared_by(written: Sequence[Tensor], read: Sequence[Tensor | None]) -> tuple
 
 def _are_disjoint(tensors: Sequence[Tensor]) -> bool:
     """Return whether tensors are contiguous, and no two share memory; False if unsure."""
-    # One attribute of all at a time: a Python loop over the leaves takes as long as their sum.
+    # A Python loop over the leaves takes as long as their sum: `map` reads an attribute of all.
     if not all(map(Tensor.is_contiguous, tensors)):
         return False
     starts = list(map(Tensor.data_ptr, tensors))
@@ -193,13 +193,13 @@ def _not_owned(grads: list[Tensor], params: Sequence[Tensor]) -> Sequence[int]:
         return range(len(grads))  # always copied
 
 
-# What a sparse tensor raises, or a wrapper without a storage.
+# A sparse tensor, or a wrapper without a storage, raises one of these.
 _WITHOUT_STORAGE = (RuntimeError, NotImplementedError, TypeError)
 
 
 def _are_owned(grads: list[Tensor], params: Iterable[Tensor], unshared: int) -> bool:
     """Return whether contiguous gradients of contiguous params share no memory."""
-    # One attribute of all leaves at a time: a Python loop would double the time of a call.
+    # A Python loop would double the time of a call: `map` reads one attribute of all leaves.
     # What is contiguous was not expanded, but along dimensions of size 1, where it does not matter.
     try:
         return (

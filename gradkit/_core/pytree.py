@@ -71,9 +71,9 @@ class Plain(NamedTuple):
     The structures that torch makes there of those of optree take most of the time of a trace.
     """
 
-    type: type | None  # None of a leaf
+    type: type | None  # a leaf has None
     keys: tuple[Any, ...] | None
-    parts: tuple[Plain | None, ...]  # None for a leaf
+    parts: tuple[Plain | None, ...]  # a leaf is None
 
     @property
     def num_children(self) -> int:

@@ -53,7 +53,7 @@ def with_refused_derivatives(
 
 def without_ended_graph(grad: Tensor | None) -> Tensor | None:
     """Return a gradient without a graph that leads to tensors of ended transforms only."""
-    # Since 2.14, torch.func leaves one to the second derivatives of batch_norm and instance_norm.
+    # torch.func leaves one to second derivatives of batch_norm and instance_norm since torch 2.14.
     if grad is None or not grad.requires_grad or transforms():
         return grad
     leaves = Subgraph([grad]).leaves.values()

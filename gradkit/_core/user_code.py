@@ -78,8 +78,8 @@ def _contents(value: Any) -> list[Any]:
         own = value.__dict__
         if CAPTURED in own:
             return [own[CAPTURED]]
-        # This reads what inspect.getclosurevars does, in less time. Libraries refer to the caller's
-        # objects by closures only.
+        # The same is read that inspect.getclosurevars reads, in less time. Libraries refer to the
+        # caller's objects by closures only.
         of_library = str(value.__module__).partition(".")[0] in _LIBRARIES
         names = () if of_library else _names(value.__code__)
         read: list[Any] = []
@@ -312,7 +312,7 @@ def functions_alive() -> FunctionsAlive:
     return alive
 
 
-_class_of: Callable[[ref[type]], type | None] = ref.__call__  # None once it is gone
+_class_of: Callable[[ref[type]], type | None] = ref.__call__  # a dead class is None
 NONE_ALIVE = FunctionsAlive(False, False)
 
 

@@ -102,7 +102,7 @@ def add_together(totals: list[Any], grads: list[Any]) -> bool:
         return False  # what is added might change on the way
     if not _can_be_added_to(totals):
         return False
-    # One kernel for all takes a third of the time of one for each, and gives the same bits.
+    # A kernel for all takes a third of the time of one for each, and gives the same bits.
     torch._foreach_add_(totals, grads)
     return True
 
@@ -122,7 +122,7 @@ def are_addable(totals: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
     return (
         {*map(_layout, totals), *map(_layout, grads)} == {torch.strided}
         and dtypes == list(map(_dtype, grads))
-        # Another `.data` may have another shape or device than the `.grad`.
+        # A `.data` that was set may have another shape or device than the `.grad`.
         and list(map(_shape, totals)) == list(map(_shape, grads))
         and list(map(_device, totals)) == list(map(_device, grads))
         and _can_be_added_to(totals)
@@ -153,7 +153,7 @@ def set_grad(leaf: Tensor, grad: Tensor | None) -> None:
 
 def set_grads(leaves: Sequence[Tensor], grads: Iterable[Tensor | None]) -> None:
     """Set each `.grad` to this very gradient; torch raises if shape, dtype or device differ."""
-    # One call does it, which no interrupt cuts in two.
+    # No interrupt cuts this one call in two.
     deque(map(setattr, leaves, repeat("grad"), grads), 0)
 
 

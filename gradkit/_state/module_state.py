@@ -71,7 +71,7 @@ _HOOK_TABLES = [name for name in _OF_EVERY_MODULE if name.endswith("hooks")]
 _TABLES = ["_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"]
 _CONTAINERS = frozenset({list, dict, OrderedDict, defaultdict, Counter, set, deque})
 _LIBRARIES = frozenset({"torch", "numpy", "gradkit", "gradkit_parity", *sys.stdlib_module_names})
-# What an attribute of these types holds is no state: a snapshot passes over it.
+# Attributes of these types hold no state: a snapshot passes over them.
 _PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
 _DEPTH, _LONGEST = 5, 10_000  # what is longer is data, and no state
 LARGEST_STATE = 1 << 16  # elements of a tensor; a larger one is data, too
@@ -480,8 +480,8 @@ def _new_state(restore: _Restore) -> Iterator[KeptState]:
 @contextmanager
 def modules_put_back(modules: Sequence[nn.Module], *, hooks: bool = False) -> Iterator[None]:
     """Put back all that a block assigns to modules, none of which another thread runs meanwhile."""
-    # Otherwise what a forward pass computes from the tensors of a call would stay in the module: a
-    # weight that a hook makes, a cache. And in a module that is part of another under two names,
+    # A module would keep what a forward pass computes from the tensors of a call: a weight that a
+    # hook makes, a cache. And in a module that is part of another under two names,
     # torch.func.functional_call leaves the tensors of the call as its parameters:
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/utils/stateless.py#L99
     if torch.compiler.is_compiling():  # it rejects assignments that it cannot undo itself
@@ -496,7 +496,7 @@ def modules_put_back(modules: Sequence[nn.Module], *, hooks: bool = False) -> It
 class TensorSlots:
     """Where the parameters and buffers of a module stand, to be replaced by other tensors."""
 
-    # What torch.func.functional_call looks up by name, tensor by tensor, one walk finds for all.
+    # A single walk finds all that torch.func.functional_call looks up by name, tensor by tensor.
 
     def __init__(self, parts: Sequence[tuple[str, nn.Module]]) -> None:
         # A tensor of the module's own, its table, its key there, and its name.

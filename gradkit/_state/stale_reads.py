@@ -1,6 +1,6 @@
 """Reads of what a module has kept from a pass with other parameters: constants, silently."""
 
-# This file stands apart from that of the modules' state, which needs no graphs.
+# The modules' state needs no graphs: it has a file of its own.
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def stale_reads_refused(
     substitutes: Mapping[int, Tensor] | None = None,
 ) -> AbstractContextManager[object]:
     """Return what raises where a module reads what a pass with other params has left in it."""
-    # In a `state`, calls have made some tensors, with params that need not be the `given` ones.
+    # Calls have made some tensors in a `state`, with params that need not be the `given` ones.
     # Others are from before it, or have `substitutes`, by id.
     every = list(snapshots)
     if not any(one.tensors for one in every):

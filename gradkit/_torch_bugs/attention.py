@@ -31,7 +31,7 @@ Tensors: TypeAlias = tuple[Tensor, ...]
 
 def lacks_derivative(more: int = 0) -> bool:
     """Return whether fused kernels lack a derivative that is taken here, or `more` Grads around."""
-    # Where eager code differentiates a gradient again, the kernel's node has its formula.
+    # The kernel's node has its formula where eager code differentiates a gradient again.
     stack = derivatives_around()
     return FORWARD in stack or stack.count("Grad") + more > 1
 

@@ -245,7 +245,7 @@ def linspace(
     ends = [x.detach() if isinstance(x, Tensor) else x for x in (start, end)]
     exact: Tensor = operation(*ends, steps, **options | ({} if base is None else {"base": base}))
     along = torch.linspace(0, 1, steps, device=exact.device)
-    # Without device=, torch makes them on the CPU, wherever the ends are.
+    # torch makes the points on the CPU without device=, wherever the ends are.
     start, end = (x.to(exact.device) if isinstance(x, Tensor) else x for x in (start, end))
     points = start + (end - start) * along.to(torch.promote_types(exact.dtype, along.dtype))
     same = (points if base is None else base**points).to(exact.dtype)
@@ -311,7 +311,7 @@ def _det_of_four(matrix: Tensor) -> Tensor:
 
 def _torch_is_right(matrix: Tensor, value: Tensor) -> bool:
     """Return whether no matrix is known to be singular, in a first derivative by torch.func."""
-    # Inside torch.func, and below any dispatch mode, torch differentiates the gradient by a
+    # torch differentiates the gradient inside torch.func, and below any dispatch mode, by a
     # decomposition, which is wrong at equal singular values.
     if not (_is_on_host(value) and derivatives_around()) or order_of(matrix) > 1:
         return False

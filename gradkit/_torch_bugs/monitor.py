@@ -133,7 +133,7 @@ class OpMonitor(TorchFunctionMode):
         if torch.compiler.is_compiling():  # which would compile again for each count
             functions_traced()
             self._traced = operations_traced()
-            # In forward mode, torch.compile fails at some operations before they can be looked at.
+            # torch.compile fails at some operations of forward mode before they can be looked at.
             self._watches = FORWARD in derivatives_around() or is_watched()
             return self if self._watches else INSIDE
         return self._counted()
@@ -175,7 +175,7 @@ class OpMonitor(TorchFunctionMode):
     @leave_uncompiled
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, unless it has a known bug here."""
-        # What torch.cond calls is traced: torch's compiler cannot look up all functions in a set.
+        # torch.cond has its calls traced: torch's compiler cannot look up all functions in a set.
         if self._watch is None or _is_traced():
             if func is Tensor.unflatten:  # it calls `super()`, which torch.compile cannot trace
                 return args[0].unflatten(*args[1:], **(kwargs or {}))
@@ -256,7 +256,7 @@ class OpMonitor(TorchFunctionMode):
             return True
         if not bug.wrong_now(call.differentiated_by_eager_code()):
             return False
-        # Wrong if eager code differentiates what the function gives; torch.compile cannot tell.
+        # A derivative is wrong if eager code takes one of the result; torch.compile cannot tell.
         tensors = [x for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor)]
         return torch.compiler.is_compiling() or any(map(recorded_outside, tensors))
 

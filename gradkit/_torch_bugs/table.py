@@ -278,7 +278,7 @@ _DENSE = "make it dense: torch.zeros(size).index_put(tuple(indices), values, acc
 _OF_DET = "192540 192521 196696 104675 80761"
 _TIES = "a largest distance of several coordinates, each of which torch gives the whole gradient"
 _dropped = partial(Defect, also=_FIRST, drops=True)
-# What torch's tracker has of them: https://github.com/pytorch/pytorch/issues/198017.
+# torch's tracker has reports of them: https://github.com/pytorch/pytorch/issues/198017.
 ROWS = (
     Defect("as_strided_scatter", fix="index_put, or torch.where"),
     Defect("cdist", fix="(a[..., :, None, :] - b[..., None, :, :]).norm(dim=-1)",

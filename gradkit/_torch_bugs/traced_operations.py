@@ -220,7 +220,7 @@ def wrong_unseen(count: int, watches: bool, more: int, batches: bool) -> str | N
     return None
 
 
-# What torch.compile traces in place of `x ** y`.
+# torch.compile traces these in place of `x ** y`.
 _OPERATORS = {operator.pow: "pow", operator.ipow: "pow"}
 
 

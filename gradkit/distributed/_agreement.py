@@ -141,7 +141,7 @@ class GradSpec(NamedTuple):
         return f"{with_article(kind)} tensor of shape {self.shape} on {self.device}{graph}"
 
 
-# One description for each gradient, of one rank or agreed by all; None where there is none.
+# A description for each gradient, of one rank or agreed by all; None where there is none.
 Specs: TypeAlias = tuple[GradSpec | None, ...]
 
 

@@ -44,7 +44,7 @@ def run(
     groups = distributed.groups_of(states)
     shards = [shard.sharded_param for shard in distributed.shards_of(groups)]
     ranks = require_groups(modules, call.name)
-    # In the groups of all mesh dimensions: if one rank raises, all raise.
+    # The groups of all mesh dimensions agree: if one rank raises, all raise.
     plan = agree_in_all(ranks, partial(_make_plan, call, groups), same_reach=True)
     written = plan.shards if reduced else ()
     runner = partial(

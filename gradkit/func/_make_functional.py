@@ -127,7 +127,7 @@ def functional(module: nn.Module) -> tuple[ModuleCall, Named, Named]:
         if _place(module, name) != _place(module, first)
     }
 
-    # What the old weight_norm and spectral_norm write in each forward pass.
+    # The old weight_norm and spectral_norm write these in each forward pass.
     reparametrized = [
         (part, hook.name)
         for part in module.modules()
@@ -151,7 +151,7 @@ def functional(module: nn.Module) -> tuple[ModuleCall, Named, Named]:
             both = {**given, **{name: new[first] for name, first in every_name.items()}}
             return functional_call(module, both, args, kwargs), both
 
-        # While torch.compile traces, names of operations cannot be asked for: none is refused.
+        # Names of operations cannot be asked for while torch.compile traces: none is refused.
         if is_traced:
             kept = [getattr(part, name) for part, name in reparametrized]
             out, after = by_torch()

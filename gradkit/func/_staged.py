@@ -163,8 +163,8 @@ class _EncoderStage:
             set_grads(run.variables, total)
             grads = inner_grads(run.outputs, run.variables, seeds, accumulate=True)
             set_grads(run.variables, [None] * len(grads))
-            # What the engine has put there, and not added, may be part of a cotangent, or of
-            # another gradient: what is added to it later would be added to both.
+            # A gradient that the engine has put there, and not added, may be part of a cotangent,
+            # or of another gradient: what is added to it later would be added to both.
             is_first = any(a is None and b is not None for a, b in zip(total, grads, strict=True))
             return owned(grads, run.variables) if is_first else grads
         one = InnerPass("encode", self._arguments.path, run.variables, run.below, seeds)
@@ -336,7 +336,7 @@ class _LossStage:
 
     def run(self, outputs: PyTree, params: PyTree, batch: PyTree, captured: Tensors) -> _LossResult:
         """Return the values, the aux, and the gradients with respect to outputs and params."""
-        # What the losses depend on besides is added to `captured`.
+        # `captured` gets what the losses depend on besides.
         if self.chunk_size is None:
             return self._run_one(captured, outputs, params, batch)
         rows = (outputs, batch) if self.arguments == 3 else (outputs,)

@@ -38,7 +38,7 @@ _REIMPLEMENTED: Mapping[type, Callable[..., Optimizer]] = {
     torch.optim.Adafactor: adafactor,
     torch.optim.Muon: muon,
 }
-# These options choose the kernel, not the result.
+# The options that choose the kernel, not the result.
 _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _REFUSED = {
     "LBFGS": "it evaluates the loss itself, in a closure, any number of times",
@@ -163,7 +163,7 @@ class _TorchRule:
         fresh = [p + z for p, z in zip(params, zeros, strict=True)]
         if not graph:
             fresh = [p.detach() for p in fresh]
-        # What torch writes in place for speed has no rule in a transform.
+        # torch writes in place for speed, for which a transform has no rule.
         opt = self._temporary(fresh, hyper, graph or bool(transforms()))
         for p, grad, zero, before in zip(fresh, grads, zeros, states, strict=True):
             set_grad(p, grad.clone() if graph else grad.detach().clone())
@@ -240,7 +240,7 @@ class _TorchRule:
     def _first_state(self, param: Tensor, hyper: Settings) -> TorchState:
         """Return the state that torch starts with, its counters in float64."""
         stand_in = torch.zeros(param.shape, dtype=param.dtype, device=param.device)
-        # In float32, as torch has them, 1 - 0.999 ** 1 is wrong in the fifth digit [T6].
+        # Counters in float32, as torch has them, get 1 - 0.999 ** 1 wrong in the fifth digit [T6].
         return {
             key: value.double() if key in self._counters and value.is_floating_point() else value
             for key, value in self._torch_state(stand_in, hyper).items()

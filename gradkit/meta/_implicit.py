@@ -287,7 +287,7 @@ class _OptimalityCondition:
         with torch.enable_grad(), self._state.first_run():
             hooks = hooks_made()
             values, below = self._run(at, by)
-            # Now: what the backward pass could not differentiate.
+            # A tensor that the backward pass could not differentiate is refused now.
             refuse_captured(self.name, below, [*at, *by], self._state.made)
             if self.is_slope and runs_user_code(below, hooks):  # which may use more than the loss
                 slope = Subgraph(_inner_gradient(values[0], at, below))

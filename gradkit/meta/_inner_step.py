@@ -168,7 +168,7 @@ class Carry(NamedTuple):
 
     tensors: Tensors
     state: StateLists
-    buffers: PyTree  # None, or what the loss returns besides, for the next step
+    buffers: PyTree  # what the loss returns besides, for the next step; or None
 
 
 class StepInputs(NamedTuple):

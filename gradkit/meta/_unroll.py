@@ -230,7 +230,7 @@ def _segments(
     step: InnerStep, memory: Memory, create_graph: bool, trajectory: bool
 ) -> tuple[Run, int]:
     """Return a function that runs some steps, and how many it is to run at a time."""
-    # Inside torch.func a tensor from outside cannot be seen, nor memory that is written put back.
+    # A tensor from outside cannot be seen inside torch.func, nor memory that is written put back.
     if not create_graph or memory == "store" or transforms():
         return partial(_stored, step, create_graph), 1
     if memory == "recompute":
