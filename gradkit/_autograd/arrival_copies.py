@@ -88,7 +88,7 @@ _refusing: set[int] = set()  # the numbers of passes whose hooks run in the thre
 
 
 def _refuse_first_entry(frame: FrameType, event: str, arg: object) -> None:
-    """Do the same in the thread of the roots' device, until no pass needs it any more."""
+    """Refuse an entry in the thread of the roots' device, until no pass needs it any more."""
     # Hooks in the thread of another device are refused by the guard alone.
     if not _refusing:
         sys.setprofile(None)

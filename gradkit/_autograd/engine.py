@@ -125,7 +125,7 @@ def recording(call: Call) -> Iterator[None]:
 def _without_partial_sums(
     grads: Sequence[Tensor | None], inputs: Sequence[Any]
 ) -> list[Tensor | None]:
-    """Return gradients of which that of a plain tensor is one, too, the same on all ranks."""
+    """Return gradients; that of a plain tensor is plain, too, and the same on all ranks."""
     # Torch gives a number that DTensors were multiplied by a partial sum, and `item()` this rank's.
     return [
         full_tensor(grad) if grad is not None and not is_dtensor(variable) else grad
@@ -294,7 +294,7 @@ _RETURNED = {
 
 
 def _raise_of_function(error: Exception, call: Call) -> None:
-    """Raise gradkit's error for that of a Function's backward which several passes run."""
+    """Raise gradkit's error if a Function's backward has failed in one of several passes."""
     owners = (frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__))
     node = next((owner for owner in owners if isinstance(owner, BackwardCFunction)), None)
     if node is not None and len(call.passes) + call.losses.leaves[0].numel() > 2:

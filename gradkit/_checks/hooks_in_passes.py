@@ -30,7 +30,7 @@ _Change: TypeAlias = tuple[Node | None, Tensor | None, Tensor | None]
 
 
 class _Mark:
-    """Is kept by nodes at which hooks have changed a pass, and by those of its gradients."""
+    """A token of the nodes at which hooks have changed a pass, and of those of its gradients."""
 
 
 _marks: WeakSet[_Mark] = WeakSet()  # of the gradients that are alive
@@ -60,7 +60,7 @@ def any_changed_gradients() -> bool:
 
 
 def refuse_second_order(where: Callable[[], str], executed: Iterable[Node]) -> None:
-    """Raise if a pass through these nodes would run a hook on the derivative of what it made."""
+    """Raise if a pass through nodes would run a hook on the derivative of its own result."""
     if _hooked_again(executed):
         raise UnsupportedGraphError(message(where(), *_SECOND))
 
@@ -90,7 +90,7 @@ def watched_pass(
     *,
     create_graph: bool,
 ) -> _Grads:
-    """Return the gradients of a pass; raise if a derivative of them, or they, would be wrong."""
+    """Return the gradients of a pass; raise if these, or a derivative of them, would be wrong."""
     # `run` gets edges at which the engine is to capture, too: it does so before the hooks there;
     # and whether to keep the graph, which is for the mended call.
     executed = below.leading_to(variables, extra)

@@ -45,7 +45,7 @@ def _codes() -> list[CodeType]:
 
 
 def _twin() -> type:
-    """Return a class without instances that is referred to as often as that of frames."""
+    """Return a class without instances that has as many references as the class of frames."""
     members = {k: v for k, v in vars(_FRAME).items() if k not in {"__dict__", "__weakref__"}}
     return type(_FRAME.__name__, _FRAME.__bases__, members)
 

@@ -193,7 +193,7 @@ pop_mode: Callable[[], TorchFunctionMode] = _mode_stack._pop_torch_function_stac
 
 
 def slip_under_modes(mode: TorchFunctionMode) -> None:
-    """Enter a mode as the outermost, but for that of the default device, which must be."""
+    """Enter a mode as the outermost; only the mode of the default device stays outside of it."""
     # The mode is known by its name: torch imports its module with the first default device.
     first = [type(one).__name__ for one in function_modes()[:1]]
     _change_modes(lambda modes: modes.insert(first == ["DeviceContext"], mode))

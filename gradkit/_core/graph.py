@@ -122,7 +122,7 @@ _random = Random(0)
 
 
 class _Waiting(local):
-    """The nodes that this thread is about to let go of, above a None while it does so."""
+    """The nodes that this thread is about to free, above a None while it frees them."""
 
     def __init__(self) -> None:
         self.nodes: list[Node | None] = []

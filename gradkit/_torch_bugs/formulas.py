@@ -107,7 +107,7 @@ def logcumsumexp(operation: Operation | None, input: Tensor, dim: int) -> Tensor
 
 
 def differences(x: Tensor, y: Tensor | None = None) -> Tensor:
-    """Return those of every row of one matrix and every row of another, or of pairs of its own."""
+    """Return the differences of each row of a matrix and each of another, or of its own pairs."""
     if y is not None:
         return x[..., :, None, :] - y[..., None, :, :]
     first, second = torch.triu_indices(len(x), len(x), 1, device=x.device)
@@ -152,7 +152,7 @@ def xlogy(operation: Operation, input: Any, other: Any, **kwargs: Any) -> Tensor
 
 
 def ctc_loss(operation: Operation, *args: Any, **kwargs: Any) -> Tensor:
-    """Return what it does; torch's rule has what a log_softmax below would take off again."""
+    """Return what ctc_loss does; torch's rule has a term that a log_softmax below takes off."""
     names = "log_probs targets input_lengths target_lengths blank reduction zero_infinity"
     given = {"reduction": "mean", **by_name(names, args, kwargs)}
     each = given | {"reduction": "none" if isinstance(given["reduction"], str) else 0}
@@ -412,7 +412,7 @@ def scatter_reduce(
 
 
 def _has_no_zeros(src: Tensor) -> bool:
-    """Return whether torch's rule for products is right, but for forward mode's, which never is."""
+    """Return whether torch's rule for products is right; its rule of forward mode never is."""
     return _is_on_host(src) and FORWARD not in transforms() and bool((src.detach() != 0).all())
 
 

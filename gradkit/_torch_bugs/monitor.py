@@ -471,7 +471,7 @@ def _refuse(name: str) -> NoReturn:
 # off while it runs one, and a jvp around it loses its own tangents there:
 # https://github.com/pytorch/pytorch/issues/197867
 def _with_differentiated_jvp(args: Sequence[Any]) -> Any:
-    """Return a Function, the first argument, whose jvp is differentiated where others need that."""
+    """Return the first argument, a Function, with a jvp that others can differentiate if needed."""
     function, *given = args
     stack = derivatives_around()
     if function in _made or FORWARD not in stack:
@@ -497,7 +497,7 @@ _made: WeakSet[Any] = WeakSet()
 
 
 def _made_differentiable(function: Any) -> Any:
-    """Return a Function that does the same, with forward mode on where torch switches it off."""
+    """Return a Function with the same results, for which forward mode stays on in its jvp."""
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         # The tangents of the level whose jvp is about to run are no part of what that computes.
