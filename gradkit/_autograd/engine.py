@@ -111,7 +111,13 @@ def run_grad(
         _raise_named(error, call)
         _raise_of_function(error, call)
         raise
-    return _without_partial_sums(grads, inputs) if recomputed_tensor_sources else list(grads)
+    if not recomputed_tensor_sources:
+        return list(grads)
+    # Torch gives a number that DTensors were multiplied by a partial sum, and `item()` this rank's.
+    return [
+        full_tensor(grad) if grad is not None and not is_dtensor(variable) else grad
+        for grad, variable in zip(grads, inputs, strict=True)
+    ]
 
 
 @contextmanager
@@ -120,17 +126,6 @@ def recording(call: Call) -> Iterator[None]:
     functions = _refuse_undifferentiable(call) if call.functions.users else INSIDE
     with recompute_hooks(), functions, differentiated_by_formula(call.whole), INSIDE:
         yield
-
-
-def _without_partial_sums(
-    grads: Sequence[Tensor | None], inputs: Sequence[Any]
-) -> list[Tensor | None]:
-    """Return gradients; that of a plain tensor is plain, too, and the same on all ranks."""
-    # Torch gives a number that DTensors were multiplied by a partial sum, and `item()` this rank's.
-    return [
-        full_tensor(grad) if grad is not None and not is_dtensor(variable) else grad
-        for grad, variable in zip(grads, inputs, strict=True)
-    ]
 
 
 def run_batch(
@@ -274,7 +269,12 @@ def reason_of(error: Exception) -> Reason | None:
         if part in text:
             expected = "Functions and hooks that return gradients of their inputs"
             reason = expected, first_line(error), fix
-    return reason or missing_derivative(error) or (_no_formula(without[1]) if without else None)
+    reason = reason or missing_derivative(error)
+    if reason is None and without:
+        got = f"one with torch.ops.{without[1]}, which has none"
+        fix = "torch.library.register_autograd; or, if its result is meant as a constant, give it "
+        reason = "a graph of operators that have a backward formula", got, f"{fix}x.detach()"
+    return reason
 
 
 # The errors of a Function's backward, or a hook, that returns something else than gradients.
@@ -332,15 +332,6 @@ _NO_THIRD_DERIVATIVE = (
     "the second derivative of a batch_norm or instance_norm, whose third torch does not have",
     "use group_norm or rms_norm, or write the norm out",
 )
-
-
-def _no_formula(operator: str) -> tuple[str, str, str]:
-    return (
-        "a graph of operators that have a backward formula",
-        f"one with torch.ops.{operator}, which has none",
-        "torch.library.register_autograd; or, if its result is meant as a constant, give it "
-        "x.detach()",
-    )
 
 
 def accumulate_through_engine(pairs: Iterable[tuple[Tensor, Tensor | None]]) -> None:

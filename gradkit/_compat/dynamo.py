@@ -137,7 +137,9 @@ def _guarded_backend(backend: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(backend)
     def compiler(*args: Any, **kwargs: Any) -> Any:
         compiled = guarded(backend)(*args, **kwargs)
-        return guarded(compiled) if _enters_levels(args[0].graph) else compiled
+        # The graph may enter transforms of torch.func, which no `finally` leaves.
+        enters_levels = any("nesting" in str(node.target) for node in args[0].graph.nodes)
+        return guarded(compiled) if enters_levels else compiled
 
     def guarded(run: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(run)
@@ -156,11 +158,6 @@ def _guarded_backend(backend: Callable[..., Any]) -> Callable[..., Any]:
 
     vars(compiler)["of_gradkit"] = True
     return compiler
-
-
-def _enters_levels(graph: Any) -> bool:
-    """Return whether a graph enters transforms of torch.func, which no `finally` leaves."""
-    return any("nesting" in str(node.target) for node in graph.nodes)
 
 
 _traced: list[str] = []  # the Functions that torch.compile has traced

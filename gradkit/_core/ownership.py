@@ -120,7 +120,7 @@ PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 
 _base = attrgetter("_base")
 _is_cpu = attrgetter("is_cpu")
-_TURNS = 10  # in which the thread of a device may let go: some microseconds each
+_TURNS = 11  # in which the thread of a device may let go: some microseconds each
 _address, _is_contiguous = Tensor.data_ptr, Tensor.is_contiguous
 
 
@@ -170,17 +170,14 @@ def owned_of_each(
 
 
 def _not_owned(grads: list[Tensor], params: Sequence[Tensor]) -> Sequence[int]:
-    if _are_owned(grads, params, _UNSHARED):
-        return ()
-    references = list(map(sys.getrefcount, grads))
-    for _ in range(0 if all(map(_is_cpu, grads)) else _TURNS):
-        if max(references) <= _UNSHARED:
-            break
-        # The thread of a device refers to what a pass gave until it gets the interpreter's lock.
-        time.sleep(1e-6)
+    for _ in range(_TURNS):
         if _are_owned(grads, params, _UNSHARED):
             return ()
         references = list(map(sys.getrefcount, grads))
+        if all(map(_is_cpu, grads)) or max(references) <= _UNSHARED:
+            break
+        # The thread of a device refers to what a pass gave until it gets the interpreter's lock.
+        time.sleep(1e-6)
     try:
         return [
             index

@@ -73,7 +73,11 @@ def stale_reads_refused(
     of_modules = {} if state is None else state.made
     made = {k: x for one in every for k, x in of_modules.get(id(one.module), {}).items()}
     left = {key: pair for one in every for key, pair in one.tensors.items()}
-    kept = {k: (path, x) for k, (path, x) in left.items() if k in made or _is_of_a_pass(x)}
+    kept = {
+        key: (path, x)
+        for key, (path, x) in left.items()
+        if key in made or (x.requires_grad and not x.is_leaf) or is_of_ended_transform(x)
+    }
     for key, tensor in (substitutes or {}).items():
         if key in kept:
             kept[id(tensor)] = kept[key]
@@ -90,7 +94,3 @@ def stale_reads_refused(
         return not replaced.isdisjoint(Subgraph([tensor]).leaves)
 
     return _StaleReads(kept, is_stale) if kept else INSIDE
-
-
-def _is_of_a_pass(tensor: Tensor) -> bool:
-    return (tensor.requires_grad and not tensor.is_leaf) or is_of_ended_transform(tensor)
