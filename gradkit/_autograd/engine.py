@@ -443,16 +443,13 @@ def reference_func_grads(fn: Callable[..., tuple[Tensor, Any]], *args: Any) -> t
 def own_roots(outputs: Sequence[Tensor], begin: Callable[[int], None]) -> Iterator[list[Tensor]]:
     """Yield views of outputs; `begin` gets the number of a pass from them, before other hooks."""
     # Other threads, and passes inside hooks, go through the same tensors at the same time.
-
-    def begin_pass(_: Tensor) -> None:
-        begin(current_pass())
-
     with undo_stack() as stack:
         with torch.enable_grad(), INSIDE:
             # The engine runs the newest first: in this order, as without views, it adds them up.
             roots = [output.view_as(output) for output in reversed(outputs)][::-1]
         for root in roots:
-            stack.callback(user_code.register_own_hook(root, begin_pass).remove)
+            handle = user_code.register_own_hook(root, lambda _: begin(current_pass()))
+            stack.callback(handle.remove)
         if COMPILED_AUTOGRAD in sys.modules:  # which would trace the hooks, to run at another time
             stack.enter_context(compiled_autograd_disabled())
         yield roots

@@ -143,11 +143,6 @@ def differentiated_around(stack: tuple[str, ...], kind: str) -> bool:
     return not DERIVATIVES.isdisjoint(stack[:last])
 
 
-def in_jvp() -> bool:
-    """Return whether a jvp is around this call; `no_grad` does not switch its tangents off."""
-    return "Jvp" in transforms()
-
-
 def jvp_level() -> int:
     """Return the level of the outermost jvp around this call, 0 for none."""
     stack = transforms()

@@ -368,7 +368,7 @@ def _own_nodes(top: Node, index: int, reached_from: dict[Node, int], bounds: _Bo
                 continue
             other = reached_from.get(child)
             if other is None:
-                if not oldest or sequence_number(child) >= oldest or bounds.leads_to_end(child):
+                if not oldest or sequence_number(child) >= oldest or bounds.leads_to(child, ends):
                     reached_from[child] = index
                     nodes.append(child)
             elif other != index:
@@ -381,7 +381,7 @@ class _Bounds:
 
     # The graph of a loop may be a thousand times what one of its passes executes. Numbers of nodes
     # grow within a thread only, and the engine has threads of its own: so an old node above the
-    # ends is looked through (`leads_to_end`); only below an end its number alone leaves it out.
+    # ends is looked through (`leads_to`); only below an end its number alone leaves it out.
 
     def __init__(self, ends: Collection[Node]) -> None:
         self.ends = ends
@@ -389,10 +389,6 @@ class _Bounds:
         self._below_ends: set[Node] = set()
         self._left_out: list[Node] = []  # right below those
         self._are_nested = False  # something below an end is an end, or above one for another root
-
-    def leads_to_end(self, node: Node) -> bool:
-        """Return whether an old node leads to an end."""
-        return self._leads_to(node, self.ends)
 
     def extend_below_ends(self, part: OwnNodes, index: int, reached_from: dict[Node, int]) -> None:
         """Add what is below the ends of a part, as far as it is as new as they are."""
@@ -424,14 +420,15 @@ class _Bounds:
         # An end that was reached might be below another, too, but through what other threads made.
         # To exclude that, what each step of a loop adds would have to be looked through, always.
         missing = {end for end in self.ends if end not in reached}
-        return bool(missing) and any(self._leads_to(node, missing) for node in self._left_out)
+        return bool(missing) and any(self.leads_to(node, missing) for node in self._left_out)
 
     @cached_property
     def _marks_are_valid(self) -> bool:
         """Whether no end is below a marked node, as an older one may be."""
         return not any(_LEADS_BACK in metadata(end) for end in self.ends)
 
-    def _leads_to(self, top: Node, ends: Collection[Node]) -> bool:
+    def leads_to(self, top: Node, ends: Collection[Node]) -> bool:
+        """Return whether an old node leads to one of these ends."""
         # Nodes that were looked through are marked, with all that is below: nothing that is made
         # later is there, and each node of a long loop is looked at once.
         seen, nodes = {top}, [top]

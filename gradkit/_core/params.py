@@ -48,11 +48,6 @@ class Params:
     only_leaves: bool  # no variable has been computed from others
 
     @property
-    def plain_leaves(self) -> bool:
-        """Whether all variables are leaf tensors, and none is of a subclass."""
-        return self.no_subclasses and self.only_leaves
-
-    @property
     def all_variables(self) -> bool:
         """Whether each leaf is a variable, and no other leaf's."""
         # torch.compile in torch 2.11 does not trace whether two are one list.

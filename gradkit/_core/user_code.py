@@ -11,7 +11,7 @@ from itertools import chain
 from operator import methodcaller
 from threading import Lock
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple, TypeAlias, TypeGuard, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 from weakref import ref
 
 import torch
@@ -52,16 +52,12 @@ def captured_by(*functions: object) -> list[CapturedObject]:
         seen |= new.keys()
         level = []
         for key, value in new.items():
-            if _is_captured(value):
+            # isinstance(value, Generator) calls a method of torch's, for each function and number.
+            if isinstance(value, Tensor | nn.Module) or type(value) is Generator:
                 captured[key] = value
             elif type(value) not in _LEAVES:
                 level += _contents(value)
     return list(captured.values())
-
-
-def _is_captured(value: object) -> TypeGuard[CapturedObject]:
-    # isinstance(value, Generator) calls a method of torch's, for each function and each number.
-    return isinstance(value, Tensor | nn.Module) or type(value) is Generator
 
 
 def may_compute(value: object) -> bool:
@@ -82,11 +78,9 @@ def _contents(value: Any) -> list[Any]:
         # caller's objects by closures only.
         of_library = str(value.__module__).partition(".")[0] in _LIBRARIES
         names = () if of_library else _names(value.__code__)
-        read: list[Any] = []
-        for cell in value.__closure__ or ():
-            read += cell_contents(cell)
-        read += [value.__globals__[name] for name in names if name in value.__globals__]
-        return [*read, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        cells = chain.from_iterable(map(cell_contents, value.__closure__ or ()))
+        read = [value.__globals__[name] for name in names if name in value.__globals__]
+        return [*cells, *read, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
     if kind is Iterator:  # what the frame of a generator has, or a map
         return gc.get_referents(value)
     if kind is partial:

@@ -231,15 +231,12 @@ def _is_to_be_watched(func: Any, call: table.OpCall, more: int, batches: bool) -
         return True
     if name == ATTENTION:
         return attention.lacks_derivative(more)
-    rows = [
-        row
-        for row in (table.BY_FORMULA.get(name or ""), table.REFUSED.get(name or ""))
-        if row is not None
-    ]
+    rows = table.BY_FORMULA.get(name or ""), table.REFUSED.get(name or "")
     return any(
         batches
         or BATCH in call.stack
         or row.wrong_now(call)
         or row.wrong_now(call.differentiated_by_eager_code())
         for row in rows
+        if row is not None
     )

@@ -122,7 +122,8 @@ class _TorchRule:
         name = self.optimizer.__name__
         _check_hyper(name, hyper)
         tensors = pytree.tensors((params, grads, state, dict(hyper)))
-        create_graph = torch_func.in_jvp() or (not transforms() and any(map(is_dual, tensors)))
+        stack = transforms()
+        create_graph = torch_func.FORWARD in stack or (not stack and any(map(is_dual, tensors)))
         if not create_graph and torch.is_grad_enabled():
             create_graph = torch_func.differentiated() or any(x.requires_grad for x in tensors)
         # A subclass of SGD has torch's first momentum step, which drops its gradient [T4].

@@ -235,11 +235,9 @@ def sub(a: PyTree, b: PyTree) -> PyTree:
     Returns:
         A tree like `a`, None where both are.
     """
-
-    def difference(x: Leaf, y: Leaf) -> Leaf:
-        return add_leaves(x, None if y is None else -y)
-
-    return _combined(torch._foreach_sub, difference, {"a": a, "b": b})
+    return _combined(
+        torch._foreach_sub, lambda x, y: add_leaves(x, None if y is None else -y), {"a": a, "b": b}
+    )
 
 
 def scale(tree: PyTree, factor: float | Tensor) -> PyTree:
