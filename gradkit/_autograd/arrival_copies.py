@@ -58,7 +58,7 @@ def hooks_refused(outputs: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
             stack.callback(_refusing.difference_update, passes)
             outputs = stack.enter_context(own_roots(outputs, begin))
         stack.enter_context(guard)
-        if sys.getprofile() is None:  # else a profiler of the user's would miss what runs here
+        if sys.getprofile() is None:  # a profiler of the user's would miss what runs here
             stack.callback(sys.setprofile, None)
             sys.setprofile(_refuse_entry)
         yield outputs
@@ -207,7 +207,7 @@ def _cloned(grad: Tensor | None) -> Tensor | None:
 
 
 def _noted_and_cloned(finder: WriteFinder, index: int, grad: Tensor | None) -> Tensor | None:
-    if grad is not None and not is_batch(grad):  # that of another thread's pass
+    if grad is not None and not is_batch(grad):  # a batch is of another thread's pass
         finder.arrive(index, grad)
     return _cloned(grad)
 
@@ -221,7 +221,7 @@ class WriteFinder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         # The storage, where the code is, and whether the node that runs it has made the memory.
         self._writes: list[tuple[int, str, bool]] = []
-        self._made: dict[int, Node] = {}  # by their storage, the nodes whose Python code made it
+        self._made: dict[int, Node] = {}  # the nodes whose Python code made a storage
         # Each variable, what arrived for it, and how many writes there had been.
         self._arrived: list[tuple[int, Tensor, int]] = []
         # Copies, by their storage, of what torch would have shared; they are kept until the end.
@@ -280,7 +280,7 @@ class WriteFinder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return address
 
 
-_ENGINE = {"_engine_run_backward", "run_engine"}  # what calls it
+_ENGINE = {"_engine_run_backward", "run_engine"}  # the functions that call the engine
 
 
 def _location(frame: FrameType | None) -> str | None:
@@ -289,7 +289,7 @@ def _location(frame: FrameType | None) -> str | None:
     while frame is not None and frame.f_code.co_name not in _ENGINE:
         module = frame.f_globals.get("__name__", "")
         if module == CHECKPOINT_MODULE:
-            return None  # it recomputes, and writes on what it has made
+            return None  # a checkpoint recomputes, and writes on its own
         if location is None and not module.startswith(("torch.", "gradkit.")):
             code = frame.f_code
             location = f"{code.co_qualname} ({code.co_filename}, line {frame.f_lineno})"

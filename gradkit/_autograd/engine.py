@@ -169,7 +169,7 @@ def run_backward(
     if call.create_graph and around(call) & HOOKS:
         leaves = [*call.whole.leaves.values()] if variables is None else variables
         if recomputed_tensor_sources and not PLAIN_TYPES.issuperset(map(type, leaves)):
-            leaves = []  # of shards, as in `run_grad`
+            leaves = []  # captured shards would be partial sums, as in `run_grad`
     if jagged_offsets.data:
         _refuse_nested(call, variables)
     with _grads_restored_on_error(call) if restoring else INSIDE, formulas, INSIDE:
@@ -218,7 +218,7 @@ def _accumulate(leaves: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Non
         for leaf, grad in zip(leaves, grads, strict=True):
             if grad is not None:
                 node: Any = edge(leaf).node
-                node(grad)  # which runs hooks that are due after accumulation, and no others
+                node(grad)  # runs only the hooks that are due after accumulation
 
 
 @contextmanager
@@ -450,7 +450,7 @@ def own_roots(outputs: Sequence[Tensor], begin: Callable[[int], None]) -> Iterat
         for root in roots:
             handle = user_code.register_own_hook(root, lambda _: begin(current_pass()))
             stack.callback(handle.remove)
-        if COMPILED_AUTOGRAD in sys.modules:  # which would trace the hooks, to run at another time
+        if COMPILED_AUTOGRAD in sys.modules:  # would trace the hooks, to run later
             stack.enter_context(compiled_autograd_disabled())
         yield roots
 

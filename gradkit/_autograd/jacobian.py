@@ -80,7 +80,7 @@ def losses_to_batch(
         return [False] * len(losses)
     if strategy == "auto":
         return [_worth_batching(loss, below) and why_not(loss) is None for loss in losses]
-    few = {0: "", 1: _NOTHING_TO_BATCH}  # of an empty loss there is nothing to say
+    few = {0: "", 1: _NOTHING_TO_BATCH}  # an empty loss needs no word
     reasons = [few[loss.numel()] if loss.numel() in few else why_not(loss) for loss in losses]
     refused = dict.fromkeys(reason for reason in reasons if reason)
     if None in reasons:
@@ -222,7 +222,7 @@ class JacobianBuffer:
         tensors: list[Tensor] = []
         filled = 0
         for start, part in [*parts, (self._loss.numel(), None)]:
-            if start > filled:  # those left out
+            if start > filled:  # some were left out
                 row = first if first.is_sparse else first.narrow(0, 0, 1)
                 tensors += [torch.zeros_like(row)] * (start - filled)
             if part is not None:
@@ -258,7 +258,7 @@ def sequential(
     if loss.numel():
         return buffer.result()
     shape = tuple(loss.shape)  # without elements: there is no pass that says what it reaches
-    if torch.compiler.is_compiling():  # which has no graph to read
+    if torch.compiler.is_compiling():  # a trace has no graph to read
         return [v.new_zeros((*shape, *v.shape)) for v in variables]
     below = Subgraph([loss])
     return [zeros_for(v, shape) if below.reaches(v) else None for v in variables]

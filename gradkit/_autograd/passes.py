@@ -275,7 +275,7 @@ class PassResult:
 
     call: Call
     grads: list[Grads]  # for each pass, a gradient or None for each variable
-    values: PyTree = None  # those of the losses, a tree like them; for a joint pass
+    values: PyTree = None  # the losses' values, a tree like them; for a joint pass
 
     def with_constants(self, params: Params) -> PassResult:
         """Return the same with a pass for every loss, which gave nothing for constants."""
@@ -313,7 +313,7 @@ def run_jointly(
     check_call(call)
     if retain and (not create_graph or around(call) & CREATES_GRAPH):
         refuse_donated(call, [retain])
-    if len(group) < len(outputs):  # without constants
+    if len(group) < len(outputs):  # constants have no pass
         outputs = [outputs[i] for i in group]
         seeds = [seeds[i] for i in group]
     grads = runner(call).grads(outputs, seeds, params.variables, retain=retain)

@@ -83,5 +83,5 @@ def release(nodes: Iterable[Node], names_of: Mapping[type, tuple[str, ...]] | No
                 try:
                     if tensor.data is not None:  # to raise takes torch a tenth of a millisecond
                         tensor.register_hooks(lambda _: None, raise_freed)
-                except RuntimeError:  # it has hooks
+                except RuntimeError:  # a tensor with hooks takes no others
                     continue

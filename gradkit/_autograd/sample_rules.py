@@ -226,10 +226,10 @@ class SharedOperand(NamedTuple):
     """An operation in which all samples share a variable."""
 
     node: Node
-    operand: int  # which of its inputs the variable is
-    transposed: bool  # that input is the transposed variable
-    variable: int  # its number
-    batch: BatchDim  # where the samples lie in the output
+    operand: int  # the input that is the variable
+    transposed: bool  # whether the input is the transposed variable
+    variable: int  # the variable's number
+    batch: BatchDim  # the place of the samples in the output
     is_last: bool  # nothing below its operation leads to another use
     rule: GradRule  # gives the gradients of the samples
 

@@ -70,7 +70,7 @@ def _checked_forward() -> CheckedForward:
     return next(mine, None) or CheckedForward()
 
 
-open_monitors: list[StepMonitor] = []  # of all threads
+open_monitors: list[StepMonitor] = []  # the monitors of all threads
 
 
 class StepMonitor:
@@ -81,7 +81,7 @@ class StepMonitor:
         self._began_idle: set[int] = set()  # the optimizers in whose step a closure may run
         self._warned = False
         self._handles: list[RemovableHandle] = []
-        self.blocks: set[object] = set()  # that have not ended
+        self.blocks: set[object] = set()  # the blocks that have not ended
 
     def enter_block(self, block: object) -> None:
         """Look at every step that an optimizer of this process takes, until the last block ends."""

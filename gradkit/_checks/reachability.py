@@ -134,17 +134,17 @@ def require_reached(call: Call, results: Sequence[Grads], unused: str | None = N
     if (unused or call.unused) == "error":
         for grads, one in zip(results, call.passes, strict=True):
             unfilled = [index for index, grad in enumerate(grads) if grad is None]
-            if unfilled:  # in the graph, but a custom Function has returned None
+            if unfilled:  # a custom Function in the graph has returned None
                 raise UnreachedParamError(unreached_message(call.losses, [one], unfilled[0]))
     if len(results) == 1 and type(None) not in set(map(type, results[0])):
-        return  # as below, and faster
+        return  # the answer is that of the code below, and faster
     refuse_cast_since_forward(call, results)
     if any(grad is not None for grads in results for grad in grads):
         return
     for one in call.passes:
         executed = call.graph.below(one.losses).leading_to(one.params.variables)
         if ZERO_DERIVATIVE_NODE in set(map(type, executed)):
-            return  # of a constant gradient, as that of a linear function: None is right
+            return  # a constant gradient, as of a linear function, has None
     refuse_nothing_reached(call)
 
 
@@ -161,7 +161,7 @@ def refuse_cast_since_forward(call: Call, results: Sequence[Grads]) -> None:
             fix += "enter that around the forward pass"
             expected = "a parameter made outside of inference mode"
             raise UnsupportedGraphError(message(params.path(index), expected, got, fix))
-        if not may_have_node(variable):  # it is in no graph: that of the call need not be walked
+        if not may_have_node(variable):  # no graph holds it: the call's need not be walked
             continue
         below = call.whole
         if id(variable) in below.leaves and edge(variable).node not in below.nodes:

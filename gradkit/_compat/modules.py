@@ -80,7 +80,7 @@ def steps_as_torch(instance: Any) -> bool:
     )
 
 
-_torchs_steps: set[Any] = set()  # those that have been looked at
+_torchs_steps: set[Any] = set()  # the steps that have been looked at
 # Optimizer.__init__ makes it of the method, profile_hook_step(use_grad(method)):
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/optimizer.py#L567
 _WRAPPERS = "profile_hook_step.<locals>.wrapper", "_use_grad"
@@ -104,7 +104,7 @@ def _is_torchs(step: Any) -> bool:
 
 def is_unscaled(scaler: GradScaler, key: int) -> bool:
     """Return whether `scaler.unscale_` has been called in this step of the optimizer of this id."""
-    if not scaler.is_enabled():  # it has no states, and unscales nothing
+    if not scaler.is_enabled():  # such a scaler has no states, and unscales nothing
         return False
     state = scaler._per_optimizer_states.get(key, {})
     return state.get("stage") is OptState.UNSCALED

@@ -210,7 +210,7 @@ def _change_modes(change: Callable[[list[TorchFunctionMode]], None]) -> None:
         for mode in modes:
             _mode_stack._push_on_torch_function_stack(mode)
 
-    with undone(put):  # which calls it again if an interrupt comes in between
+    with undone(put):  # calls it again if an interrupt comes in between
         pass
 
 
@@ -444,7 +444,7 @@ def levels_put_back_on_error() -> Iterator[None]:
         _functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
         # The only level is the process's: that of another thread stays.
         if not in_forward_mode and _NESTED_FORWARD_MODE not in str(error):
-            with suppress(RuntimeError):  # none is open
+            with suppress(RuntimeError):  # no level is open
                 torch._C._exit_dual_level(level=0)
         torch._C._set_fwd_grad_enabled(allowed)
         torch._C._set_grad_enabled(enabled)

@@ -30,7 +30,7 @@ class GradRecorder:
     def __init__(self, tensor: Tensor, edge: GradientEdge, where: Callable[[], str]) -> None:
         self.tensor, self.edge = tensor, edge
         self.passes: list[Tensor] = []
-        self._numbers: list[int] = []  # of these passes
+        self._numbers: list[int] = []  # the numbers of these passes
         self._is_compiled, self._passed_unseen = any_compiled([type(edge.node)]), False
         self._where = where
         self._version = tensor._version

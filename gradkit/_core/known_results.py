@@ -157,7 +157,7 @@ def accumulate_grad_nodes(leaves: Sequence[Tensor]) -> list[Node]:
     """Return the AccumulateGrad nodes of leaves without subclasses, outside of transforms."""
     # A constant function of all leads to them: a view of each would take four times as long.
     with torch.enable_grad(), INSIDE:
-        result = attach(torch.empty(0), leaves)  # which keeps its node alive
+        result = attach(torch.empty(0), leaves)  # the tensor keeps its node alive
     return [cast("Node", child) for child, _ in cast("Node", result.grad_fn).next_functions[1:]]
 
 

@@ -78,7 +78,7 @@ def _skip_empty_passes(function: Any) -> None:
     count = len(function.needs_input_grad)
     empty: set[int] = set()
 
-    def before(cotangents: Cotangents) -> None:  # what torch makes of them after hooks may be zeros
+    def before(cotangents: Cotangents) -> None:  # after hooks, torch may make zeros of them
         if all(cotangent is None for cotangent in cotangents):
             empty.add(current_pass())
 

@@ -30,7 +30,7 @@ _STATISTICS: dict[Any, tuple[int, str, bool]] = {
     torch.instance_norm: (3, "use_input_stats", True),
     torch.native_batch_norm: (3, "training", False),
 }
-_FLAG = 5  # its position in all of them
+_FLAG = 5  # the flag's position in all of them
 
 
 class CopyOnWrite:
@@ -44,7 +44,7 @@ class CopyOnWrite:
         # A tensor that was written on, which must stay alive, and its copy, by memory.
         self._copies: dict[Any, tuple[Tensor, Tensor]] = {}
         self._own: set[int] = set()  # the storages of copies
-        self._outdated: dict[int, Tensor] = {}  # by storage, what a copy has replaced
+        self._outdated: dict[int, Tensor] = {}  # the tensors that a copy has replaced, by storage
 
     def redirects(self, func: Callable[..., Any], kwargs: Kwargs | None) -> bool:
         """Return whether an operation may write on a tensor."""

@@ -51,7 +51,7 @@ def _are_contiguous(leaves: Sequence[Tensor], grads: Sequence[Any]) -> bool:
     """Return whether a copy of each gradient has the layout of its leaf, and no graph."""
     return (
         _PLAIN.issuperset(map(type, grads))
-        and set(map(_layout, grads)) == {torch.strided}  # which only dense leaves have
+        and set(map(_layout, grads)) == {torch.strided}  # only dense leaves have these
         and not any(map(_requires_grad, grads))
         and all(map(_is_contiguous, grads))
         and all(map(_is_contiguous, leaves))
@@ -99,7 +99,7 @@ def add_together(totals: list[Any], grads: list[Any]) -> bool:
     if len(storages) < len(totals) and len(set(map(_address, totals))) < len(totals):
         return False
     if not storages.isdisjoint(map(storage_address, grads)):
-        return False  # what is added might change on the way
+        return False  # a gradient might change on the way
     if not _can_be_added_to(totals):
         return False
     # A kernel for all takes a third of the time of one for each, and gives the same bits.
@@ -207,7 +207,7 @@ def _refuse_unassignable(leaves: Sequence[Tensor], grads: Sequence[Tensor | None
     # torch sets none; an assignment to `.data`, one of any kind.
     for leaf, grad in zip(leaves, grads, strict=True):
         try:
-            leaf.grad = grad  # which it is: torch only looks at both
+            leaf.grad = grad  # the two are one: torch only looks at both
         except RuntimeError as error:
             got, fix = f"{describe(grad)} of {describe(leaf)}", "leaf.grad = None"
             if grad is not None and grad.layout == torch.strided != leaf.layout:
@@ -247,7 +247,7 @@ def grad_dtypes_put_back(leaves: Sequence[Tensor]) -> Iterator[None]:
     def put_back() -> None:
         for leaf, dtype in zip(leaves, before, strict=True):
             if leaf.grad_dtype != dtype:
-                leaf.grad = None  # it must fit
+                leaf.grad = None  # a gradient must fit
                 leaf.grad_dtype = dtype
 
     with undone(put_back):

@@ -147,7 +147,7 @@ def as_second_run(first: Checksums, around: SecondRun | None) -> Iterator[Second
         try:
             yield run
         except Exception:
-            differences.read()  # which is the reason, if a run differs
+            differences.read()  # a run that differs is the reason
             raise
     if autograd.current_pass() == _NO_PASS:
         differences.read()  # a node that was called by hand
@@ -288,7 +288,7 @@ class _StorageWrites(autograd.TorchDispatchMode):  # type: ignore[no-untyped-cal
         for result in out if isinstance(out, tuple | list) else (out,):
             if not isinstance(result, Tensor):
                 continue
-            if not written:  # what is written is returned, often
+            if not written:  # a tensor that is written is returned, often
                 self.made[id(result)] = ref(result)
             if allocates and result.layout == torch.strided:
                 self._known.add(autograd.storage_key(result))
@@ -318,7 +318,7 @@ def recording_writes() -> Iterator[None]:
         yield
         return
     with undone(partial(_writes_of_run.set, writes)), writes, INSIDE:
-        _writes_of_run.set(None)  # what runs inside is recorded already
+        _writes_of_run.set(None)  # the code inside is recorded already
         yield
 
 

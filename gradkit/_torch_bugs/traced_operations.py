@@ -80,7 +80,7 @@ def batch_norm(
     dims = [0, *range(2, input.dim())]
     scale = _of_channels(input, weight, bias)
     if training:
-        if running_mean is not None:  # by the operation, of constants: no derivative counts there
+        if running_mean is not None:  # the operation's, of constants: no derivative counts there
             constants = input.detach(), running_mean, running_var, None, None, True, momentum, eps
             operation(*constants)
         return _normalized(input, dims, eps, *scale)

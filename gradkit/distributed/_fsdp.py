@@ -175,7 +175,7 @@ class _ShardedRunner(PassRunner):
     """A runner whose gradients are what a backward pass leaves in `.grad`."""
 
     shards: Sequence[Tensor]  # the sharded parameters of the variables; none: not to be reduced
-    all_shards: Sequence[Tensor]  # those whose `.grad` a pass may write
+    all_shards: Sequence[Tensor]  # the shards whose `.grad` a pass may write
     states: Sequence[Any]  # of the modules
     group: Group
 

@@ -87,7 +87,7 @@ def _living_scalers() -> list[GradScaler]:
     # All objects of the process are gone through once: a scaler refers to its class.
     global _scalers
     kinds: list[Any] = [GradScaler]
-    for kind in kinds:  # which grows meanwhile
+    for kind in kinds:  # the list grows meanwhile
         kinds += kind.__subclasses__()
     counts, scalers = [*map(getrefcount, kinds)], [known() for known in _scalers[1]]
     if counts != _scalers[0] or None in scalers:

@@ -166,7 +166,7 @@ def _add_calls(
     if lists is None:
         return False
     is_fused = group.get("fused")
-    if is_fused:  # its kernels pair memory, and tell no graph what they write on
+    if is_fused:  # the kernels pair memory, and tell no graph of writes
         laid_out = [some for some, name in zip(lists, names, strict=True) if name not in _UNPAIRED]
         if not all(_are_paired(params, some) for some in (params, grads, *laid_out)):
             return False
@@ -186,7 +186,7 @@ def _add_calls(
             and len(set(map(storage_address, params))) == len(params)
         )
     elif not may_write and group.get("nesterov") and foreach is not False:
-        return False  # they add Nesterov's momentum to the gradients themselves
+        return False  # kernels add Nesterov's momentum to the gradients themselves
     options["foreach"] = foreach
     if not chosen:
         calls.append(partial(kernel.run, params, grads, *lists, **options))

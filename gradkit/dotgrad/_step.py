@@ -54,7 +54,7 @@ def _are_alike(leaves: Sequence[Tensor], grads: list[Tensor]) -> bool:
         are_contiguous = all(map(_is_contiguous, grads)) and all(map(_is_contiguous, leaves))
         if not are_contiguous and list(map(_stride, grads)) != list(map(_stride, leaves)):
             return False
-        return are_alone_in_memory(grads)  # one that is not may be a view of a parameter
+        return are_alone_in_memory(grads)  # a shared one may be a view of a parameter
     except (RuntimeError, TypeError):  # sparse or nested, say
         return False
 

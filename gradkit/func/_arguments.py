@@ -143,7 +143,7 @@ def read_arguments(
         expected = "'zeros' under torch.compile, which cannot tell what a loss reaches"
         raise OptionError(message("unused", expected, repr(unused), "unused='zeros'"))
     positions, single = _positions(argnums, len(args)), isinstance(argnums, int)
-    if is_traced:  # with dynamic=True, the given numbers are symbols
+    if is_traced:  # the given numbers are symbols with dynamic=True
         positions = tuple(i for position in positions for i in range(len(args)) if i == position)
     given = args[positions[0]] if single else {position: args[position] for position in positions}
     root = root or (f"args[{positions[0]}]" if single else "args")
@@ -156,7 +156,7 @@ def read_arguments(
         why = _why_none(args[positions[0]], positions, by_number=root.startswith("args"))
         raise UnreachedParamError(message(where, "a tensor to differentiate", *why))
     # torch.compile cannot read `grad_dtype`, and in a transform the tensor is another one.
-    is_plain = flat.only_leaves and not is_traced  # one attribute of all at a time takes no time
+    is_plain = flat.only_leaves and not is_traced  # `map` of an attribute takes no time
     dtypes: list[Any] = list(map(_grad_dtype, variables)) if is_plain else [None]
     if None in dtypes:
         dtypes = [x.dtype if is_traced else grad_dtype(x) for x in variables]

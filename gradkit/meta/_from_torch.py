@@ -88,7 +88,7 @@ def from_torch(optimizer: type[torch.optim.Optimizer], **hyper: Any) -> Optimize
     hyper = {key: value for key, value in hyper.items() if key not in _IMPLEMENTATION}
     defaults = {key: value for key, value in rule.arguments.items() if key not in _IMPLEMENTATION}
     _optimizer.check_names(name, hyper, defaults, f"from_torch(torch.optim.{name}, lr=0.1)")
-    is_of_torch = optimizer.__module__.startswith("torch.optim.")  # others may take anything
+    is_of_torch = optimizer.__module__.startswith("torch.optim.")  # the rest may take anything
     for key in (key for key in hyper if is_of_torch and isinstance(defaults[key], bool)):
         check_bool(key, hyper[key])
     if optimizer is torch.optim.Adam and hyper.pop("decoupled_weight_decay", False):
@@ -135,7 +135,7 @@ class _TorchRule:
             fix = "call it under torch.no_grad(), or use another optimizer"
             raise errors.UnsupportedOptimizerError(message(name, expected, got, fix))
         calls = [(params, grads, state["torch"], hyper)]
-        if any(isinstance(value, list) for value in hyper.values()):  # one a leaf: a step for each
+        if any(isinstance(value, list) for value in hyper.values()):  # each leaf has its own step
             calls = [
                 ([p], [g], [s], {k: v[i] if isinstance(v, list) else v for k, v in hyper.items()})
                 for i, (p, g, s) in enumerate(zip(*calls[0][:3], strict=True))

@@ -266,7 +266,7 @@ def _check_entries(opt: Optimizer, columns: StateLists, leaves: Leaves, spec: St
             if isinstance(entry, Tensor):
                 alike = entry.shape == leaf.shape and entry.device == leaf.device
                 fits = entry.numel() == 1 if is_count else alike
-                if not fits and is_optional:  # one of another shape, such as the sums of rows
+                if not fits and is_optional:  # a tensor of another shape, such as the sums of rows
                     fits = isinstance(of_start := start(leaf), Tensor)
                     fits = fits and entry.shape == of_start.shape
             else:

@@ -35,7 +35,7 @@ _layout, _is_nested, _requires_grad, _dtype, _device, _shape = builtins.map(
     attrgetter, ("layout", "is_nested", "requires_grad", "dtype", "device", "shape")
 )
 _DENSE = {torch.strided}
-_WIDE = (torch.float32, torch.float64)  # in which products are computed anyway
+_WIDE = (torch.float32, torch.float64)  # products are computed in these anyway
 _FOREACH = ("cpu", "cuda")  # devices that have the `torch._foreach_*` kernels
 
 
