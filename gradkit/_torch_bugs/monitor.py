@@ -238,9 +238,8 @@ class OpMonitor(TorchFunctionMode):
             foreign.refuse_dropped(func, (args, kwargs), result, written)
         elif name == FUNCTION and not torch.compiler.is_compiling():
             note_labels(result, args[1:])
-        if name != BACKWARD_PASS or not (kwargs or {}).get("create_graph"):
-            return result
-        if torch.compiler.is_compiling():
+        has_graph = name == BACKWARD_PASS and (kwargs or {}).get("create_graph")
+        if not has_graph or torch.compiler.is_compiling():
             return result
         # The gradient of a linear function has no graph, as one that the user's code has cut.
         roots = [x for x in map(unbatched, pytree.tensors(args[0])) if x.requires_grad]

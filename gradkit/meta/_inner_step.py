@@ -222,11 +222,10 @@ class InnerStep:
             return read_loss_and_buffers(returned, carry.buffers, has_aux=self.has_aux)
 
         if transforms():
-            out = self._functional(loss_fn, carry.tensors, create_graph)
+            loss, grads, aux = self._functional(loss_fn, carry.tensors, create_graph)
         else:
             given = inputs.outer, batch, buffers
-            out = self._eager(loss_fn, carry.tensors, given, create_graph)
-        loss, grads, aux = out
+            loss, grads, aux = self._eager(loss_fn, carry.tensors, given, create_graph)
         if self.has_buffers:
             buffers, aux = aux
         if self.grad_transform is not None:
