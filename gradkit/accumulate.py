@@ -41,7 +41,7 @@ from gradkit.errors import (
 from gradkit.tree import add
 
 _MEAN = "gradkit.Accumulator.mean"
-_MicroBatch = tuple[Losses, list[float]]  # with one count for all losses, or one for each
+_MicroBatch = tuple[Losses, list[float]]  # has one count for all losses, or one for each
 
 
 class _Sums(NamedTuple):
@@ -270,7 +270,7 @@ class Accumulator:
             others = [i for i, one in enumerate(by_rank) if one and one != (losses, count)]
             if others:
                 raise StructureError(_other_tree(by_rank, others[0]))
-            if own is None:  # this rank adds zeros to the sums of the others
+            if own is None:  # the rank adds zeros to the sums of the others
                 grads: Grads = [None] * (count * len(self._params.variables))
                 sums = _Sums(losses, [0] * count, [None] * losses.num_leaves, grads)
         every = pytree.paths(self._params.spec, "params")
@@ -326,7 +326,7 @@ def _read(before: _Sums, scales: set[float], loss_sum: PyTree, count: PyTree) ->
             got = f"a mean over {elements}{', as one of its terms' * is_term}"
             where_loss = losses.path(index)
             raise UnsupportedGraphError(message(where_loss, "a sum over targets", got, _OF_SUMS))
-    with torch.enable_grad(), INSIDE:  # of a loss of shape [1], separate gradients are [1, ...]
+    with torch.enable_grad(), INSIDE:  # a loss of shape [1] has gradients [1, ...]
         scalars = [loss.reshape(()) if loss.dim() else loss for loss in losses.leaves]
     return Losses(scalars, losses.spec), counts
 

@@ -123,7 +123,7 @@ def describe(value: object) -> str:
     """Return a short description of a value, without the data of a tensor."""
     if isinstance(value, torch.Tensor):
         kind = str(value.dtype).removeprefix("torch.")
-        if value.is_nested and value.layout == torch.strided:  # it has no shape
+        if value.is_nested and value.layout == torch.strided:  # such a tensor has no shape
             return f"a nested {kind} tensor on {value.device}"
         return f"{with_article(kind)} tensor of shape {tuple(value.shape)} on {value.device}"
     if isinstance(value, torch.nn.Module | torch.optim.Optimizer):

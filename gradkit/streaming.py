@@ -138,7 +138,7 @@ def _unshared(grad: Tensor, result: Tensor) -> Tensor:
     try:
         shares = storage_address(result) == storage_address(grad)
     except (RuntimeError, NotImplementedError):
-        shares = result.layout != torch.strided  # which has no storage of its own
+        shares = result.layout != torch.strided  # such a layout has no storage of its own
     return result.clone() if shares else result
 
 

@@ -58,7 +58,7 @@ def hooks_refused(outputs: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
             stack.callback(_refusing.difference_update, passes)
             outputs = stack.enter_context(own_roots(outputs, begin))
         stack.enter_context(guard)
-        if sys.getprofile() is None:  # else a profiler of the user's would miss what runs here
+        if sys.getprofile() is None:  # a profiler of the user's would miss what runs here
             stack.callback(sys.setprofile, None)
             sys.setprofile(_refuse_entry)
         yield outputs
@@ -76,7 +76,7 @@ def _refuse_entry(frame: FrameType, event: str, _: object) -> None:
     names = [one.f_code.co_name for one in (frame, frame.f_back) if one is not None]
     if event != "call" or names[0] in _ENGINE or not _ENGINE.issuperset(names[1:]):
         return
-    # Through torch.autograd.function the engine calls the backward of a Function, which is no hook.
+    # The engine calls the backward of a Function, which is no hook, by torch.autograd.function.
     of_function = "gradkit.", "torch.autograd.function"
     if not str(frame.f_globals.get("__name__")).startswith(of_function):
         given = [frame.f_locals.get(name) for name in frame.f_code.co_varnames]
@@ -88,8 +88,8 @@ _refusing: set[int] = set()  # the numbers of passes whose hooks run in the thre
 
 
 def _refuse_first_entry(frame: FrameType, event: str, arg: object) -> None:
-    """Do the same in the thread of the roots' device, until no pass needs it any more."""
-    # In that of another device, the guard alone refuses a hook.
+    """Refuse an entry in the thread of the roots' device, until no pass needs it any more."""
+    # Hooks in the thread of another device are refused by the guard alone.
     if not _refusing:
         sys.setprofile(None)
     elif current_pass() in _refusing:
@@ -119,10 +119,10 @@ CopyHook: TypeAlias = Callable[[Tensor | None], Tensor | None]
 class ArrivalCapture:
     """Copies the gradients of some tensors as they arrive."""
 
-    # For a non-leaf, the engine captures before the tensor's hooks if the pass goes on below it,
-    # and hands the captured tensor to the node below, which may write on it [D3, L3]; a custom
-    # Function that was given a leaf's captured gradient may write on that, too. A hook that is
-    # registered last sees the value that the user's hooks return.
+    # The engine captures a non-leaf's gradient before the tensor's hooks if the pass goes on below,
+    # and hands it on to the node there, which may write on it [D3, L3]; a custom Function that was
+    # given a leaf's captured gradient may write on that, too. A hook that is registered last sees
+    # the value that the user's hooks return.
     #
     # Other threads, and passes inside hooks, go through the same tensors: each gradient of a
     # non-leaf is stored by the number of its pass, and `own_roots` tells which is ours.
@@ -168,7 +168,7 @@ class ArrivalCapture:
                 self._finder.arrive(index, grad)
             copy = copy_for(grad if self._create_graph else detach_keep_tangent(grad), variable)
             self._arrived[index][current_pass()] = copy
-            # Where the finder has separated them, only its own hooks have written on it.
+            # The finder separates gradients: only its own hooks have written on one then.
             if self._finder is None and grad._version and id(variable) not in self._hooked:
                 self.versions[index] = grad._version
 
@@ -188,7 +188,7 @@ def copied_on_arrival(
     tensors: Sequence[Tensor], copies: Sequence[CopyHook] | None = None
 ) -> Iterator[None]:
     """Make the engine capture a copy of the gradient of each tensor that a pass ends at."""
-    # Into the tables of hooks themselves: a handle for each would take longer than the copy.
+    # The tables of hooks get it themselves: a handle for each would take longer than the copy.
     tables = list(map(user_code.hooks_of, tensors))
     key = object()
 
@@ -203,11 +203,11 @@ def copied_on_arrival(
 
 
 def _cloned(grad: Tensor | None) -> Tensor | None:
-    return None if grad is None else grad.clone()  # None is an undefined gradient [D10]
+    return None if grad is None else grad.clone()  # an undefined gradient is None [D10]
 
 
 def _noted_and_cloned(finder: WriteFinder, index: int, grad: Tensor | None) -> Tensor | None:
-    if grad is not None and not is_batch(grad):  # that of another thread's pass
+    if grad is not None and not is_batch(grad):  # a batch is of another thread's pass
         finder.arrive(index, grad)
     return _cloned(grad)
 
@@ -221,7 +221,7 @@ class WriteFinder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         # The storage, where the code is, and whether the node that runs it has made the memory.
         self._writes: list[tuple[int, str, bool]] = []
-        self._made: dict[int, Node] = {}  # by their storage, the nodes whose Python code made it
+        self._made: dict[int, Node] = {}  # the nodes whose Python code made a storage
         # Each variable, what arrived for it, and how many writes there had been.
         self._arrived: list[tuple[int, Tensor, int]] = []
         # Copies, by their storage, of what torch would have shared; they are kept until the end.
@@ -280,7 +280,7 @@ class WriteFinder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return address
 
 
-_ENGINE = {"_engine_run_backward", "run_engine"}  # what calls it
+_ENGINE = {"_engine_run_backward", "run_engine"}  # the functions that call the engine
 
 
 def _location(frame: FrameType | None) -> str | None:
@@ -289,7 +289,7 @@ def _location(frame: FrameType | None) -> str | None:
     while frame is not None and frame.f_code.co_name not in _ENGINE:
         module = frame.f_globals.get("__name__", "")
         if module == CHECKPOINT_MODULE:
-            return None  # it recomputes, and writes on what it has made
+            return None  # a checkpoint recomputes, and writes on its own
         if location is None and not module.startswith(("torch.", "gradkit.")):
             code = frame.f_code
             location = f"{code.co_qualname} ({code.co_filename}, line {frame.f_lineno})"
@@ -309,8 +309,8 @@ def without_shared_memory(
     nodes: Iterable[Node], note_copy: NoteCopy = lambda grad, copy: None
 ) -> Iterator[None]:
     """Copy what a node hands to more than one other, in every pass through these nodes."""
-    # So a hook or a Function that writes on its gradient in place changes its own alone, whether it
-    # runs before or after another has been captured, or summed up [A3, L3].
+    # A hook or a Function that writes on its gradient in place changes its own alone then, whether
+    # it runs before or after another has been captured, or summed up [A3, L3].
     separate = partial(_separated, note_copy=note_copy)
 
     def separate_each(grads: Cotangents, _: Cotangents) -> Cotangents:

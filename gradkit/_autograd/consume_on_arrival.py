@@ -50,7 +50,7 @@ class ConsumingRunner(PassRunner):
     ) -> list[Tensor | None]:
         """Run one pass, and return what the engine captured: None where no gradient arrived."""
         refuse_pre_hooks(self.call)
-        # Inside `checked()`, gradients are copied as they arrive; those that a Function writes into
+        # Gradients are copied as they arrive inside `checked()`; those that a Function writes into
         # `.grad` are whole at the end of the pass only.
         users = self.call.functions.users
         if is_checked() or (users and functions_above_hidden(self.call, variables)):

@@ -111,7 +111,13 @@ def run_grad(
         _raise_named(error, call)
         _raise_of_function(error, call)
         raise
-    return _without_partial_sums(grads, inputs) if recomputed_tensor_sources else list(grads)
+    if not recomputed_tensor_sources:
+        return list(grads)
+    # Torch gives a number that DTensors were multiplied by a partial sum, and `item()` this rank's.
+    return [
+        full_tensor(grad) if grad is not None and not is_dtensor(variable) else grad
+        for grad, variable in zip(grads, inputs, strict=True)
+    ]
 
 
 @contextmanager
@@ -122,22 +128,11 @@ def recording(call: Call) -> Iterator[None]:
         yield
 
 
-def _without_partial_sums(
-    grads: Sequence[Tensor | None], inputs: Sequence[Any]
-) -> list[Tensor | None]:
-    """Return gradients of which that of a plain tensor is one, too, the same on all ranks."""
-    # Torch gives a number that DTensors were multiplied by a partial sum, and `item()` this rank's.
-    return [
-        full_tensor(grad) if grad is not None and not is_dtensor(variable) else grad
-        for grad, variable in zip(grads, inputs, strict=True)
-    ]
-
-
 def run_batch(
     call: Call, outputs: Sequence[Tensor], inputs: Sequence[Any], batches: Sequence[Tensor]
 ) -> list[Tensor | None]:
     """Run one pass from batches of cotangents, inside `batched_mode`, and keep the graph."""
-    # Not torch.autograd.grad, which a TorchFunctionMode would see: hooks could not be seen by one.
+    # torch.autograd.grad would be seen by a TorchFunctionMode: hooks could not be seen by one.
     options = (True, call.create_graph, tuple(inputs), True)
     try:
         return list(run_engine(tuple(outputs), tuple(batches), *options))
@@ -174,7 +169,7 @@ def run_backward(
     if call.create_graph and around(call) & HOOKS:
         leaves = [*call.whole.leaves.values()] if variables is None else variables
         if recomputed_tensor_sources and not PLAIN_TYPES.issuperset(map(type, leaves)):
-            leaves = []  # of shards, as in `run_grad`
+            leaves = []  # captured shards would be partial sums, as in `run_grad`
     if jagged_offsets.data:
         _refuse_nested(call, variables)
     with _grads_restored_on_error(call) if restoring else INSIDE, formulas, INSIDE:
@@ -223,13 +218,13 @@ def _accumulate(leaves: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Non
         for leaf, grad in zip(leaves, grads, strict=True):
             if grad is not None:
                 node: Any = edge(leaf).node
-                node(grad)  # which runs hooks that are due after accumulation, and no others
+                node(grad)  # runs only the hooks that are due after accumulation
 
 
 @contextmanager
 def _grads_restored_on_error(call: Call) -> Iterator[None]:
     """Put every `.grad` back if a Function cannot be differentiated again."""
-    # With create_graph, the engine replaces each `.grad`, and does not add into it.
+    # A pass with create_graph replaces each `.grad`, and does not add into it.
     leaves = list(call.whole.leaves.values())
     before = [leaf.grad for leaf in leaves]
     try:
@@ -274,7 +269,12 @@ def reason_of(error: Exception) -> Reason | None:
         if part in text:
             expected = "Functions and hooks that return gradients of their inputs"
             reason = expected, first_line(error), fix
-    return reason or missing_derivative(error) or (_no_formula(without[1]) if without else None)
+    reason = reason or missing_derivative(error)
+    if reason is None and without:
+        got = f"one with torch.ops.{without[1]}, which has none"
+        fix = "torch.library.register_autograd; or, if its result is meant as a constant, give it "
+        reason = "a graph of operators that have a backward formula", got, f"{fix}x.detach()"
+    return reason
 
 
 # The errors of a Function's backward, or a hook, that returns something else than gradients.
@@ -294,7 +294,7 @@ _RETURNED = {
 
 
 def _raise_of_function(error: Exception, call: Call) -> None:
-    """Raise gradkit's error for that of a Function's backward which several passes run."""
+    """Raise gradkit's error if a Function's backward has failed in one of several passes."""
     owners = (frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__))
     node = next((owner for owner in owners if isinstance(owner, BackwardCFunction)), None)
     if node is not None and len(call.passes) + call.losses.leaves[0].numel() > 2:
@@ -334,15 +334,6 @@ _NO_THIRD_DERIVATIVE = (
 )
 
 
-def _no_formula(operator: str) -> tuple[str, str, str]:
-    return (
-        "a graph of operators that have a backward formula",
-        f"one with torch.ops.{operator}, which has none",
-        "torch.library.register_autograd; or, if its result is meant as a constant, give it "
-        "x.detach()",
-    )
-
-
 def accumulate_through_engine(pairs: Iterable[tuple[Tensor, Tensor | None]]) -> None:
     """Add gradients to the `.grad` of leaf tensors in an engine pass, which calls their hooks."""
     present = [(leaf, grad.detach()) for leaf, grad in pairs if grad is not None]
@@ -361,8 +352,8 @@ def inner_grads(
     accumulate: bool = False,
 ) -> list[Tensor | None]:
     """Return the gradients of outputs with respect to inputs; outputs without a graph add none."""
-    # With `accumulate`, the inputs are leaves of gradkit's own, to whose `.grad` the pass adds.
-    # While torch.compile traces, the gradients of inputs that are not reached are zeros.
+    # The inputs are leaves of gradkit's own with `accumulate`: the pass adds to their `.grad`.
+    # The gradients of inputs that are not reached are zeros while torch.compile traces.
     if torch.compiler.is_compiling():
         traced: Any = {"retain_graph": retain_graph, "create_graph": create_graph}
         given: Any = cotangents
@@ -378,7 +369,7 @@ def inner_grads(
     roots, seeds = zip(*pairs, strict=True)
     options = create_graph if retain_graph is None else retain_graph, create_graph
     is_plain = not accumulate and _are_plain(roots, inputs, seeds)
-    # Around a function inside of another, gradkit's own code is hidden from modes.
+    # gradkit's own code around a function inside of another is hidden from modes.
     is_hidden = engine_calls.depth and count_function_modes() and user_code_may_run()
     modes = with_function_modes() if is_hidden else INSIDE
     recomputing = recompute_hooks() if create_graph else INSIDE
@@ -452,17 +443,14 @@ def reference_func_grads(fn: Callable[..., tuple[Tensor, Any]], *args: Any) -> t
 def own_roots(outputs: Sequence[Tensor], begin: Callable[[int], None]) -> Iterator[list[Tensor]]:
     """Yield views of outputs; `begin` gets the number of a pass from them, before other hooks."""
     # Other threads, and passes inside hooks, go through the same tensors at the same time.
-
-    def begin_pass(_: Tensor) -> None:
-        begin(current_pass())
-
     with undo_stack() as stack:
         with torch.enable_grad(), INSIDE:
             # The engine runs the newest first: in this order, as without views, it adds them up.
             roots = [output.view_as(output) for output in reversed(outputs)][::-1]
         for root in roots:
-            stack.callback(user_code.register_own_hook(root, begin_pass).remove)
-        if COMPILED_AUTOGRAD in sys.modules:  # which would trace the hooks, to run at another time
+            handle = user_code.register_own_hook(root, lambda _: begin(current_pass()))
+            stack.callback(handle.remove)
+        if COMPILED_AUTOGRAD in sys.modules:  # would trace the hooks, to run later
             stack.enter_context(compiled_autograd_disabled())
         yield roots
 
@@ -484,7 +472,7 @@ def unrecorded() -> Iterator[None]:
     if not any_observers():
         yield
         return
-    # Raises as a pass that is recorded would, and leaves the `.grad` of these tensors alone.
+    # The block raises as a recorded pass would, and leaves the `.grad` of these tensors alone.
     tensors = {id(t): t for t, _ in observed_tensors() if t.retains_grad and not t.is_leaf}
     with grads_put_back(list(tensors.values())), hidden_passes():
         yield

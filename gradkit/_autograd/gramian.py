@@ -50,7 +50,7 @@ def clipped_sum(
         raise OptionError(message("max_norm", expected, describe(max_norm), "max_norm=1.0"))
     (loss,) = losses.leaves
     if any_observers():
-        _ = rows.call.graph  # as far as the second pass goes, which is recorded
+        _ = rows.call.graph  # walked as far as the second pass, which is recorded, goes
     indices = range(loss.numel())
     by_element: Tensor | None = None
     # The cotangents of the second pass are factors, for which float16 has no room.

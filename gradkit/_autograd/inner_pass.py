@@ -43,11 +43,11 @@ _version = attrgetter("_version")
 class InnerPass:
     """A pass that ends at all of its variables."""
 
-    where: str  # what errors call its roots
-    path: Callable[[int], str]  # what they call a variable, by its number
-    variables: Sequence[Tensor]  # what it differentiates with respect to
-    below: Subgraph  # of its roots
-    cotangents: Sequence[Tensor | None] = ()  # of its roots, if the caller has made them
+    where: str  # the name of its roots in errors
+    path: Callable[[int], str]  # the name of a variable in errors, by its number
+    variables: Sequence[Tensor]  # the tensors to differentiate with respect to
+    below: Subgraph  # the graph of its roots
+    cotangents: Sequence[Tensor | None] = ()  # the roots' own, if the caller has made them
 
     def grads(
         self, roots: Sequence[Tensor], *, create_graph: bool = False, retain_graph: bool = False

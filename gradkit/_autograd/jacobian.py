@@ -25,7 +25,7 @@ from gradkit._state.hook_tables import put_hooks_back
 from gradkit._torch_bugs.node_formulas import holds_formulas
 from gradkit.errors import GradkitError, UnsupportedGraphError, first_line, message, warn_fallback
 
-# What the engine's batched mode gets wrong, or cannot do [G1, G6].
+# The nodes that the engine's batched mode gets wrong, or cannot run [G1, G6].
 _UNBATCHABLE = {
     "AsStridedScatterBackward0": "torch computes a batched as_strided_scatter wrongly",
     COMPILED: "a backward compiled by torch.compile takes no batch",
@@ -80,7 +80,7 @@ def losses_to_batch(
         return [False] * len(losses)
     if strategy == "auto":
         return [_worth_batching(loss, below) and why_not(loss) is None for loss in losses]
-    few = {0: "", 1: _NOTHING_TO_BATCH}  # of an empty loss there is nothing to say
+    few = {0: "", 1: _NOTHING_TO_BATCH}  # an empty loss needs no word
     reasons = [few[loss.numel()] if loss.numel() in few else why_not(loss) for loss in losses]
     refused = dict.fromkeys(reason for reason in reasons if reason)
     if None in reasons:
@@ -207,7 +207,7 @@ class JacobianBuffer:
         for parts, elements, filled in columns:
             if elements is not None:
                 elements[filled:].zero_()
-                # Sparse ones: with dense ones beside them the sum is dense.
+                # The parts are sparse gradients: with dense ones beside them the sum is dense.
                 for start, part in parts:
                     elements.narrow(0, start, len(part)).copy_(part.to_dense())
         return [
@@ -222,7 +222,7 @@ class JacobianBuffer:
         tensors: list[Tensor] = []
         filled = 0
         for start, part in [*parts, (self._loss.numel(), None)]:
-            if start > filled:  # those left out
+            if start > filled:  # some were left out
                 row = first if first.is_sparse else first.narrow(0, 0, 1)
                 tensors += [torch.zeros_like(row)] * (start - filled)
             if part is not None:
@@ -258,7 +258,7 @@ def sequential(
     if loss.numel():
         return buffer.result()
     shape = tuple(loss.shape)  # without elements: there is no pass that says what it reaches
-    if torch.compiler.is_compiling():  # which has no graph to read
+    if torch.compiler.is_compiling():  # a trace has no graph to read
         return [v.new_zeros((*shape, *v.shape)) for v in variables]
     below = Subgraph([loss])
     return [zeros_for(v, shape) if below.reaches(v) else None for v in variables]
@@ -307,5 +307,5 @@ def one_hot(loss: Tensor, start: int, stop: int) -> Tensor:
     """Return the cotangents of the elements of `loss` from `start` to `stop`, stacked."""
     rows = torch.arange(start, stop, device=loss.device)
     columns = torch.arange(loss.numel(), device=loss.device)
-    # Compared and not filled: torch.compile does not follow a write to a diagonal.
+    # The diagonal is compared and not filled: torch.compile does not follow a write to it.
     return (rows[:, None] == columns).to(loss.dtype).view(stop - start, *loss.shape)

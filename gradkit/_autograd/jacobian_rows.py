@@ -34,7 +34,7 @@ ARRIVED = torch.empty(0)  # stands for a gradient that has arrived and is gone
 class JacobianRows:
     """The elements of all losses in order: the rows of the matrix of gradients."""
 
-    call: Call  # with a pass for each loss
+    call: Call  # has a pass for each loss
     params: Params
     allowed: Collection[str] = ()  # kinds of nodes that raise otherwise; the caller sees to them
     elements: list[tuple[int, int]] = field(init=False)  # the number of a loss, and of an element

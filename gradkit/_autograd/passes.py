@@ -185,7 +185,7 @@ class PassRunner:
         retain: bool,
     ) -> tuple[list[Tensor | None], dict[int, int]]:
         """Run a pass that also captures what is observed, and that leaves every `.grad` alone."""
-        # Returns the gradients, and the versions that those that were copied late had by then.
+        # The results are the gradients, and the versions that those copied late had by then.
         with undo_stack() as stack:
             inputs = stack.enter_context(self.observed_inputs(variables))
             create = self.call.create_graph
@@ -275,7 +275,7 @@ class PassResult:
 
     call: Call
     grads: list[Grads]  # for each pass, a gradient or None for each variable
-    values: PyTree = None  # those of the losses, a tree like them; for a joint pass
+    values: PyTree = None  # the losses' values, a tree like them; for a joint pass
 
     def with_constants(self, params: Params) -> PassResult:
         """Return the same with a pass for every loss, which gave nothing for constants."""
@@ -302,7 +302,7 @@ def run_jointly(
 ) -> PassResult:
     """Run one pass for the weighted sum of the losses, or of tensors that have these cotangents."""
     outputs: Sequence[Tensor] = losses.leaves
-    seeds: list[Tensor | None] = [*cotangents] or [None] * len(outputs)  # None is one
+    seeds: list[Tensor | None] = [*cotangents] or [None] * len(outputs)  # a seed of None is 1
     learned: Sequence[Tensor] = ()
     if weights is not None:
         outputs, seeds, learned = weighted_outputs(losses, weights)
@@ -313,7 +313,7 @@ def run_jointly(
     check_call(call)
     if retain and (not create_graph or around(call) & CREATES_GRAPH):
         refuse_donated(call, [retain])
-    if len(group) < len(outputs):  # without constants
+    if len(group) < len(outputs):  # constants have no pass
         outputs = [outputs[i] for i in group]
         seeds = [seeds[i] for i in group]
     grads = runner(call).grads(outputs, seeds, params.variables, retain=retain)
@@ -325,7 +325,7 @@ def weighted_outputs(
     losses: Losses, weights: PyTree
 ) -> tuple[Sequence[Tensor], list[Tensor | None], list[Tensor]]:
     """Return what a pass for the sum starts from, with cotangents; weights that are part of it."""
-    seeds: list[Tensor | None] = [None] * len(losses.leaves)  # None is one
+    seeds: list[Tensor | None] = [None] * len(losses.leaves)  # a seed of None is 1
     by_loss = None if weights is None else read_weights(weights, losses)
     if by_loss is None:
         return losses.leaves, seeds, []

@@ -41,7 +41,7 @@ Result = TypeVar("Result")
 
 def may_run(call: Call, loss: Tensor) -> bool:
     """Return whether nothing but the operations of the graph changes or reads a cotangent."""
-    # In float16, a gradient that is not finite would get a norm that is.
+    # A gradient in float16 that is not finite would get a norm that is.
     dtypes = {(x.dtype, grad_dtype(x)) for params in call.params for x in params.variables}
     return (
         call.no_subclasses
@@ -50,7 +50,7 @@ def may_run(call: Call, loss: Tensor) -> bool:
         and not loss.retains_grad
         and not user_code.hooks_registered()
         and not is_checked()
-        and current_pass() == -1  # one around, of the same thread, might meet the same nodes
+        and current_pass() == -1  # a pass around might meet the same nodes
     )
 
 
@@ -127,14 +127,14 @@ class SamplePass(Generic[Result]):
             for node in captured:
                 self._add(node, grads.pop(0))
             for number in list(self._parts):
-                self._finish(number)  # of which a use was not reached
+                self._finish(number)  # a use of this one was not reached
             record_stream(chain.from_iterable(map(_tensors, self._finished.values())))
         if not retain:
             release(captured)
         return self._finished
 
     def _arrive(self, node: Node, cotangents: user_code.Cotangents) -> None:
-        if calling_thread() == self._thread:  # else the pass is of another
+        if calling_thread() == self._thread:  # others have passes of their own
             self._add(node, cotangents[0])
 
     def _add(self, node: Node, cotangent: Tensor | None) -> None:

@@ -226,10 +226,10 @@ class SharedOperand(NamedTuple):
     """An operation in which all samples share a variable."""
 
     node: Node
-    operand: int  # which of its inputs the variable is
-    transposed: bool  # that input is the transposed variable
-    variable: int  # its number
-    batch: BatchDim  # where the samples lie in the output
+    operand: int  # the input that is the variable
+    transposed: bool  # whether the input is the transposed variable
+    variable: int  # the variable's number
+    batch: BatchDim  # the place of the samples in the output
     is_last: bool  # nothing below its operation leads to another use
     rule: GradRule  # gives the gradients of the samples
 
@@ -238,7 +238,7 @@ def uses_shared_by_samples(
     loss: Tensor, below: Subgraph, variables: Sequence[Tensor]
 ) -> list[SharedOperand]:
     """Return where the samples share variables; raise if a sample may depend on another."""
-    # From the vector down, each tensor gets a `BatchDim`. If one gets two that differ, if samples
+    # Each tensor from the vector down gets a `BatchDim`. If one gets two that differ, if samples
     # share what was computed from a variable, or if a use has no rule for its gradients, nothing is
     # proved. What leads to no variable is not looked at.
     numbers = {id(variable): number for number, variable in enumerate(variables)}

@@ -46,7 +46,7 @@ class WrittenGrads:
 
     @contextmanager
     def from_clean_start(self, *, add: bool) -> Iterator[None]:
-        """Put every `.grad` back after the block; add to it what arrives, if Functions may, too."""
+        """Put every `.grad` back after the block; with `add`, passes add to it as Functions may."""
         returned: dict[int, Tensor] = {}
         hidden: dict[int, Tensor] = {}
         for one in self._functions:

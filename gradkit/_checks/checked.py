@@ -70,7 +70,7 @@ def _checked_forward() -> CheckedForward:
     return next(mine, None) or CheckedForward()
 
 
-open_monitors: list[StepMonitor] = []  # of all threads
+open_monitors: list[StepMonitor] = []  # the monitors of all threads
 
 
 class StepMonitor:
@@ -81,7 +81,7 @@ class StepMonitor:
         self._began_idle: set[int] = set()  # the optimizers in whose step a closure may run
         self._warned = False
         self._handles: list[RemovableHandle] = []
-        self.blocks: set[object] = set()  # that have not ended
+        self.blocks: set[object] = set()  # the blocks that have not ended
 
     def enter_block(self, block: object) -> None:
         """Look at every step that an optimizer of this process takes, until the last block ends."""
@@ -138,8 +138,8 @@ def _params(optimizer: Optimizer) -> Iterator[Tensor]:
     return (param for group in optimizer.param_groups for param in group["params"])
 
 
-# What torch writes after it has saved it. In training, a pass does not need running statistics; the
-# noise of an RReLU is refused where it is lost.
+# torch writes these after it has saved them. In training, a pass does not need running statistics;
+# the noise of an RReLU is refused where it is lost.
 STATISTICS, _NOISE = {"running_mean", "running_var"}, "noise"
 
 
@@ -165,7 +165,7 @@ class SavedValue:
         return f"{self._metadata}{' of other values' if self.differs else ''}"
 
 
-# What another order of additions may change in each element, as a parallel sum does.
+# A parallel sum, which adds in another order, may change each element by so many eps.
 _ROUNDING = 8.0
 
 

@@ -23,7 +23,7 @@ from gradkit._core.user_code import hooks_registered
 from gradkit._state.recomputed_tensors import recomputed_tensor_sources
 from gradkit._torch_bugs.node_formulas import holds_formulas
 
-# In this process:
+# The circumstances of the process:
 HOOKS = 1 << 0  # someone has registered a hook, of any kind
 FUNCTIONS = 1 << 1  # a graph may hold a Function whose backward is the user's
 INCOMPLETE = 1 << 2  # a graph may hold a node of torch's that hides parameters, or other ranks
@@ -32,7 +32,7 @@ CHECKPOINTS = 1 << 4  # a checkpoint may have to recompute what a pass needs
 OBSERVED = 1 << 5  # `safe_retain` records the passes of this thread
 CHECKED = 1 << 6  # this thread is inside `checked()`
 WATCHED = 1 << 7  # some thread is
-# In this call:
+# The circumstances of the call:
 NO_VARIABLES = 1 << 8  # nothing requires grad
 CHANGED = 1 << 9  # a variable that was computed from others is a view, or was changed in place
 COMPILED_VALUES = 1 << 10  # such a variable is the result of a compiled function
@@ -46,7 +46,7 @@ SEVERAL_PASSES = 1 << 17
 RETAINED = 1 << 18  # a pass writes some `.grad`: `retain_grad()` was called
 
 USER_CODE = HOOKS | FUNCTIONS
-# What each pass is guarded against; without any of it, a pass is a call of the engine.
+# Each pass is guarded against these; without any of them, a pass is a call of the engine.
 GUARDED = USER_CODE | OBSERVED | CHECKED | RETAINED | RECORDED
 
 _retains_grad, _version, _grad_fn = map(attrgetter, ("retains_grad", "_version", "grad_fn"))
@@ -54,7 +54,7 @@ _retains_grad, _version, _grad_fn = map(attrgetter, ("retains_grad", "_version",
 
 def around(call: Call) -> int:
     """Return what there is around a call; all of it is read when this is first asked for."""
-    # All in one function: a large pass pushes Python's code out of the caches, so that each
+    # A single function reads all: a large pass pushes Python's code out of the caches, so that each
     # function that runs beside it costs a microsecond.
     if call.around is not None:
         return call.around

@@ -39,7 +39,7 @@ from gradkit.errors import FreedGraphError, UnsupportedGraphError, message
 
 def check_backward(call: Call, *, casts: bool) -> None:
     """Raise if `.backward()` for some params would leave `.grad` wrong, or as it was."""
-    # `casts`: of leaves that were cast, too, for which the whole graph is walked.
+    # `casts` asks for leaves that were cast, too, for which the whole graph is walked.
     check_call(call)
     if call.functions.users:
         _refuse_not_executed(call)

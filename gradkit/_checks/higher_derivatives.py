@@ -85,10 +85,10 @@ def _refuse_values(
     where: Callable[[], str], nodes: Collection[Node], *, create_graph: bool
 ) -> None:
     """Raise if torch gets the derivative of a node wrong for the values that it has saved."""
-    # Below a dispatch mode, such as that of `checked`, torch decomposes matrices.
+    # torch decomposes matrices below a dispatch mode, such as that of `checked`.
     decomposes = transforms.count_dispatch_modes() > 0 or is_checked()
     for node in nodes:
-        if type(node) not in KINDS or hooked_tensors(node):  # which may recompute much
+        if type(node) not in KINDS or hooked_tensors(node):  # hooks may recompute much
             continue
         try:
             got = READERS[type(node)](node, create_graph, decomposes)
@@ -150,7 +150,7 @@ def refuse_wrong_derivative(
     nodes = {
         kind_of_node(node): type(node)
         for node in leading
-        if not has_formula(node)  # by which the pass is differentiated
+        if not has_formula(node)  # a formula differentiates the pass
     }
     for name, kind in sorted(nodes.items()):
         if kind in once:
@@ -254,8 +254,8 @@ class _Probe:
             metadata(node)[_MODES] = modes
             run_around_backward(node, partial(_run_below_mode, modes))
         self._copies: dict[int, list[_Copy]] = {}  # by the number of the pass
-        self._inputs: list[Tensor] | None = None  # what the Function was computed from
-        self._may_be_inputs = False  # what it keeps, and not of its forward pass
+        self._inputs: list[Tensor] | None = None  # the inputs of the Function
+        self._may_be_inputs = False  # whether all that it keeps may be inputs
         self._keeps_results = False
         self._written: set[int] = set()  # the passes in which it wrote on what it keeps
 
@@ -265,7 +265,7 @@ class _Probe:
             return None
         copies = self._copies[current_pass()] = []
         kept = kept_tensors(self._node)
-        # In a transform, a kept tensor is the level's own, as an input without a graph is. In eager
+        # A kept tensor in a transform is the level's own, as an input without a graph is. In eager
         # code an input that nothing else refers to is told from a result by the source alone.
         # gradkit's own Functions, which run the user's code again, keep their inputs alone.
         is_own = forward_class(self._node).__module__.startswith("gradkit.")
@@ -296,7 +296,7 @@ class _Probe:
         if transforms.differentiated():
             raise UnsupportedGraphError(reason)
         if self._inputs is None:
-            nodes = nodes_from(self._node) & set(self._graph.nodes)  # which ends at variables
+            nodes = nodes_from(self._node) & set(self._graph.nodes)  # the graph ends at variables
             inner = [x for x in self._variables if x.grad_fn in nodes]
             self._inputs = [*leaf_tensors(nodes).values(), *inner]
         return attach(kept, self._inputs, reason)

@@ -30,10 +30,10 @@ _Change: TypeAlias = tuple[Node | None, Tensor | None, Tensor | None]
 
 
 class _Mark:
-    """Is kept by nodes at which hooks have changed a pass, and by those of its gradients."""
+    """A token of the nodes at which hooks have changed a pass, and of those of its gradients."""
 
 
-_marks: WeakSet[_Mark] = WeakSet()  # of the gradients that are alive
+_marks: WeakSet[_Mark] = WeakSet()  # the marks of the gradients that are alive
 _HOOKED, _MADE = (
     "gradkit: a hook has changed what arrived",
     "gradkit: a gradient that hooks changed",
@@ -60,7 +60,7 @@ def any_changed_gradients() -> bool:
 
 
 def refuse_second_order(where: Callable[[], str], executed: Iterable[Node]) -> None:
-    """Raise if a pass through these nodes would run a hook on the derivative of what it made."""
+    """Raise if a pass through nodes would run a hook on the derivative of its own result."""
     if _hooked_again(executed):
         raise UnsupportedGraphError(message(where(), *_SECOND))
 
@@ -73,7 +73,7 @@ def _hooked_again(executed: Iterable[Node]) -> set[Node]:
     tops = [node for node in executed if _MADE in metadata(node)]
     marks = {metadata(node)[_MADE] for node in tops}
     reached, nodes = set(tops), tops
-    for node in nodes:  # which grows meanwhile
+    for node in nodes:  # the list grows meanwhile
         for child, _ in node.next_functions:
             if child in executed and child not in reached:
                 reached.add(child)
@@ -90,7 +90,7 @@ def watched_pass(
     *,
     create_graph: bool,
 ) -> _Grads:
-    """Return the gradients of a pass; raise if a derivative of them, or they, would be wrong."""
+    """Return the gradients of a pass; raise if these, or a derivative of them, would be wrong."""
     # `run` gets edges at which the engine is to capture, too: it does so before the hooks there;
     # and whether to keep the graph, which is for the mended call.
     executed = below.leading_to(variables, extra)
@@ -195,7 +195,7 @@ def _mark(
             stop = executed - {made}
             if all(made not in nodes_below(roots, stop, number) for number in (oldest, 0)):
                 raise UnsupportedGraphError(message(where(), *_CUT))
-        if node is not None and not transforms():  # in whose passes hooks run once
+        if node is not None and not transforms():  # hooks run once in a transform's pass
             metadata(node)[_HOOKED] = mark
             _marks.add(mark)
     for made_by in [*grads, *(after for _, _, after in changes)]:

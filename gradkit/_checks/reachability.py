@@ -74,7 +74,7 @@ def refuse_unreached_views_and_subclasses(call: Call) -> None:
     ]
     if not doubtful:
         return
-    # All of it: the tensors that took the places of these may be older than they are.
+    # The graph is walked to its end: tensors that took the places of these may be older than they.
     below = Subgraph([call.outputs[index] for index in call.differentiated])
     listed = {id(variable) for _, _, variable in call.variables()}
     for params, index, variable in doubtful:
@@ -134,24 +134,24 @@ def require_reached(call: Call, results: Sequence[Grads], unused: str | None = N
     if (unused or call.unused) == "error":
         for grads, one in zip(results, call.passes, strict=True):
             unfilled = [index for index, grad in enumerate(grads) if grad is None]
-            if unfilled:  # in the graph, but a custom Function has returned None
+            if unfilled:  # a custom Function in the graph has returned None
                 raise UnreachedParamError(unreached_message(call.losses, [one], unfilled[0]))
     if len(results) == 1 and type(None) not in set(map(type, results[0])):
-        return  # as below, and faster
+        return  # the answer is that of the code below, and faster
     refuse_cast_since_forward(call, results)
     if any(grad is not None for grads in results for grad in grads):
         return
     for one in call.passes:
         executed = call.graph.below(one.losses).leading_to(one.params.variables)
         if ZERO_DERIVATIVE_NODE in set(map(type, executed)):
-            return  # of a constant gradient, as that of a linear function: None is right
+            return  # a constant gradient, as of a linear function, has None
     refuse_nothing_reached(call)
 
 
 def refuse_cast_since_forward(call: Call, results: Sequence[Grads]) -> None:
     """Raise if torch has another leaf in the graph than one without a gradient, or left it out."""
-    # Left out are some uses of one of inference mode. One that was moved or cast since, its `.data`
-    # replaced, has another node for gradients to arrive at, apart from the graph:
+    # torch leaves out some uses of one of inference mode. One that was moved or cast since, its
+    # `.data` replaced, has another node for gradients to arrive at, apart from the graph:
     # torch.autograd.grad reports it as unused, and `.backward()` fills the `.grad` of the old type.
     for params, index in _without_gradient(call, results):
         variable = params.variables[index]
@@ -161,7 +161,7 @@ def refuse_cast_since_forward(call: Call, results: Sequence[Grads]) -> None:
             fix += "enter that around the forward pass"
             expected = "a parameter made outside of inference mode"
             raise UnsupportedGraphError(message(params.path(index), expected, got, fix))
-        if not may_have_node(variable):  # it is in no graph: that of the call need not be walked
+        if not may_have_node(variable):  # no graph holds it: the call's need not be walked
             continue
         below = call.whole
         if id(variable) in below.leaves and edge(variable).node not in below.nodes:
@@ -244,14 +244,14 @@ def is_fsdp_shard(variable: Tensor) -> bool:
     """Return whether this is a parameter of a `fully_shard` module."""
     if not is_dtensor(variable):
         return False
-    # Not any DTensor: those of `distributed.make_functional` may be unused.
+    # A DTensor may be of another kind: those of `distributed.make_functional` may be unused.
     each = map(distributed.module_params, distributed.all_shards())
     return any(variable is param for params in each for param in params)
 
 
 def gathered_params() -> set[int]:
     """Return the ids of the unsharded parameters into which `fully_shard` gathers shards."""
-    # Until the backward pass has ended, a module may show them as its parameters: plain tensors, in
+    # A module may show them as its parameters until the backward pass has ended: plain tensors, in
     # a graph that need not hold a node of `fully_shard`. Their gradients are not synchronized [M9].
     gathered = map(distributed.unsharded_param, distributed.all_shards())
     return {id(param) for param in gathered if param is not None}

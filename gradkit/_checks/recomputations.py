@@ -44,7 +44,7 @@ def exact(run: Callable[[], R], *modules: nn.Module) -> R:
     Where torch.func.functional_call has put tensors into a module, or the caller into these, they
     are there when it recomputes; a pass raises if it comes to other values even so.
     """
-    # Inside a derivative of torch.func, a checkpoint raises by itself.
+    # A checkpoint inside a derivative of torch.func raises by itself.
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or differentiated():
         return run()
     frames, outer, block = checkpoints.frames_waiting(), checked.exact.modules, object()
@@ -114,7 +114,7 @@ def _frames(nodes: Iterable[Node]) -> dict[Frame, Node]:
         if len(complete) >= waiting:
             break
     inner = list(frames)
-    for frame in inner:  # which grows meanwhile
+    for frame in inner:  # the list grows meanwhile
         for around in checkpoints.frames_around(frame):
             if around not in frames:
                 frames[around] = frames[frame]
@@ -146,7 +146,7 @@ def _loses_noise(node: Any) -> str:
     frame = checkpoints.frame_of(hook)
     if frame is None:
         return "was given to hooks of saved tensors, such as save_on_cpu, which may have copied it"
-    before = [one.data for name, one in packed.items() if name != "result"]  # it is drawn
+    before = [one.data for name, one in packed.items() if name != "result"]  # the result is drawn
     if any(checkpoints.is_last_saved(frame, data) for data in before):
         return "is the last tensor that a checkpoint saves, and its recomputation ends with that"
     return ""

@@ -31,7 +31,7 @@ _log = getLogger(torch.autograd.graph.__name__)
 _engine: Any = torch.autograd.Variable._execution_engine
 # The type of the nodes that accumulate the gradient of a leaf tensor.
 AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
-# This one takes an iterable of tensors; that of torch.autograd.graph is a Python call more.
+# The binding takes an iterable of tensors; torch.autograd.graph's function is a Python call more.
 increment_version: Callable[[Iterable[Tensor]], None] = torch._C._increment_version
 # The number of nodes that its thread had made before a node; the largest number for a leaf's.
 sequence_number: Callable[[Node], int] = methodcaller("_sequence_nr")
@@ -138,7 +138,7 @@ def forward_line(node: Node) -> str | None:
 
 def run_engine(*arguments: Any, accumulate: bool = False) -> tuple[Tensor | None, ...]:
     """Run the engine: outputs, cotangents, retain_graph, create_graph, inputs, allow_unused."""
-    # What torch.autograd.grad and backward do once they have read their arguments, which takes them
+    # torch.autograd.grad and backward do this once they have read their arguments, which takes them
     # 13 us and 0.5 us an input. Plain tensors only. In between torch has a function that logs each
     # node when asked, and passes context variables on to the threads of devices, 6 us where the
     # caches are cold: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/autograd/graph.py#L966
@@ -248,7 +248,7 @@ def batched_mode() -> Iterator[int]:
     entered: list[int] = []
 
     def end() -> None:
-        # Both are in one line, so that no interrupt comes in between. A level is at least 1.
+        # No interrupt comes between the two, which are in one line. A level is at least 1.
         _ = entered and entered.pop() and torch._C._vmapmode_decrement_nesting()
 
     with undone(end):

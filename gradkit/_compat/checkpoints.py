@@ -45,7 +45,7 @@ def _codes() -> list[CodeType]:
 
 
 def _twin() -> type:
-    """Return a class without instances that is referred to as often as that of frames."""
+    """Return a class without instances that has as many references as the class of frames."""
     members = {k: v for k, v in vars(_FRAME).items() if k not in {"__dict__", "__weakref__"}}
     return type(_FRAME.__name__, _FRAME.__bases__, members)
 
@@ -105,7 +105,7 @@ def keyword_arguments_of(frame: Frame) -> dict[str, Any]:
 def _variable(frame: Frame, name: str) -> Any:
     """Return a variable of the closure that recomputes; None if it has none of that name."""
     function = frame.recompute_fn
-    function = getattr(function, "__wrapped__", function)  # one of gradkit's runs it
+    function = getattr(function, "__wrapped__", function)  # a function of gradkit's runs it
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
     return function.__closure__[names.index(name)].cell_contents if name in names else None
 
@@ -157,7 +157,7 @@ def changed_argument(frame: Frame) -> str | None:
         return None if changed is None else changed[1]
     try:
         for argument in _packed_arguments(frame):
-            if argument.unpack_hook is None:  # another is recomputed, by a checkpoint around
+            if argument.unpack_hook is None:  # a checkpoint around recomputes another one
                 argument.unpack()
     except RuntimeError as error:
         return str(error)

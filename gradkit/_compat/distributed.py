@@ -31,7 +31,7 @@ def sink_is_static(node: Any) -> bool:
 def modules_in(module: nn.Module) -> list[Any]:
     """Return a module and all inside of it, several times as fast as `modules()`."""
     parts, parents = [module], set()
-    for part in parts:  # which grows meanwhile
+    for part in parts:  # the list grows meanwhile
         children = part._modules
         if children and id(part) not in parents:
             parents.add(id(part))
@@ -58,7 +58,7 @@ def replicas() -> list[DistributedDataParallel]:
     now, has_gil = sys.getrefcount(_REDUCER), getattr(sys, "_is_gil_enabled", lambda: True)
     if now != count or len(alive) < len(references) or not has_gil():
         alive = _search()
-        if len(alive) < now - _IDLE and gc.get_freeze_count():  # which hides what there was then
+        if len(alive) < now - _IDLE and gc.get_freeze_count():  # frozen objects are hidden
             gc.unfreeze()
             alive = _search()
             gc.freeze()
@@ -68,7 +68,7 @@ def replicas() -> list[DistributedDataParallel]:
 
 def _search() -> list[DistributedDataParallel]:
     kinds: list[type] = [DistributedDataParallel]
-    for kind in kinds:  # which grows meanwhile
+    for kind in kinds:  # the list grows meanwhile
         kinds += kind.__subclasses__()
     return [x for x in gc.get_referrers(*kinds) if type(x) in kinds and "reducer" in vars(x)]
 
@@ -143,7 +143,7 @@ def states_of(modules: Iterable[Any]) -> list[Any]:
     return list({id(state): state for state in together}.values())
 
 
-SHARDING_MODULE = "torch.distributed._composable_state"  # which a process may never import
+SHARDING_MODULE = "torch.distributed._composable_state"  # a process may never import it
 
 
 def any_fully_sharded() -> bool:
@@ -151,7 +151,7 @@ def any_fully_sharded() -> bool:
     composable = sys.modules.get(SHARDING_MODULE)
     if composable is None:
         return False
-    states = composable._module_state_mapping  # with weak keys, the table of which is `data`
+    states = composable._module_state_mapping  # its keys are weak, their table is `data`
     return bool(getattr(states, "data", states))
 
 

@@ -54,7 +54,7 @@ def disable_compile(function: F) -> F:
 
 def leave_uncompiled(method: F) -> F:
     """Keep the method by which a mode sees operations out of what torch.compile compiles."""
-    # Inside of a mode, compiled code breaks at each operation, and torch compiles the frame of this
+    # Compiled code inside of a mode breaks at each operation, and torch compiles the frame of this
     # method with the operation as a constant: the next one would silently compute the first one.
     _dynamo.set_code_exec_strategy(cast("Any", method).__code__, _LEAVE)
     return method
@@ -66,7 +66,7 @@ def run_in_trace(function: F) -> F:
     return function
 
 
-# These say why something cannot be compiled, given a text of torch's, and whether any text counts.
+# Functions that say why something cannot be compiled, given a text of torch's, and if any counts.
 explanations: list[Callable[[str, bool], str | None]] = []
 
 
@@ -137,7 +137,9 @@ def _guarded_backend(backend: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(backend)
     def compiler(*args: Any, **kwargs: Any) -> Any:
         compiled = guarded(backend)(*args, **kwargs)
-        return guarded(compiled) if _enters_levels(args[0].graph) else compiled
+        # The graph may enter transforms of torch.func, which no `finally` leaves.
+        enters_levels = any("nesting" in str(node.target) for node in args[0].graph.nodes)
+        return guarded(compiled) if enters_levels else compiled
 
     def guarded(run: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(run)
@@ -158,18 +160,13 @@ def _guarded_backend(backend: Callable[..., Any]) -> Callable[..., Any]:
     return compiler
 
 
-def _enters_levels(graph: Any) -> bool:
-    """Return whether a graph enters transforms of torch.func, which no `finally` leaves."""
-    return any("nesting" in str(node.target) for node in graph.nodes)
-
-
 _traced: list[str] = []  # the Functions that torch.compile has traced
 
 
 @run_in_trace
 def functions_traced() -> int:
     """Return how many Functions were traced; from now on, those that would go wrong are refused."""
-    # Under any transforms but one grad, torch.compile inlines `forward`, and silently ignores
+    # torch.compile inlines `forward` under any transforms but one grad, and silently ignores
     # `backward`. Not reported. Run on torch 2.13.
     from torch._dynamo.exc import Unsupported  # the compiler: imported by now
     from torch._dynamo.variables.misc import AutogradFunctionVariable
@@ -204,7 +201,7 @@ _ROOMS = tuple(
 
 def _leave_frames() -> None:
     """Let the functions inside of a call run as they are where its graph breaks in their midst."""
-    # Below a graph break, torch would compile them frame by frame, on tensors of a transform, of
+    # torch would compile them frame by frame below a graph break, on tensors of a transform, of
     # which it makes no fake ones. Those that it inlines, it traces all the same.
     public = list(vars(sys.modules["gradkit.func"]).values())
     for module in list(sys.modules.values()):

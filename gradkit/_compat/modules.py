@@ -29,7 +29,7 @@ def lists_as_torch(kind: type[nn.Module]) -> bool:
 
 _NAMED_PARAMETERS, _NAMED_MODULES = nn.Module.named_parameters, nn.Module.named_modules
 _NAMED_MEMBERS = nn.Module._named_members
-# None of these reduces or shards gradients.
+# The classes of torch.nn.modules neither reduce nor shard gradients.
 OF_TORCH_NN = frozenset(
     each
     for each in vars(nn.modules).values()
@@ -80,7 +80,7 @@ def steps_as_torch(instance: Any) -> bool:
     )
 
 
-_torchs_steps: set[Any] = set()  # those that have been looked at
+_torchs_steps: set[Any] = set()  # the steps that have been looked at
 # Optimizer.__init__ makes it of the method, profile_hook_step(use_grad(method)):
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/optimizer.py#L567
 _WRAPPERS = "profile_hook_step.<locals>.wrapper", "_use_grad"
@@ -104,7 +104,7 @@ def _is_torchs(step: Any) -> bool:
 
 def is_unscaled(scaler: GradScaler, key: int) -> bool:
     """Return whether `scaler.unscale_` has been called in this step of the optimizer of this id."""
-    if not scaler.is_enabled():  # it has no states, and unscales nothing
+    if not scaler.is_enabled():  # such a scaler has no states, and unscales nothing
         return False
     state = scaler._per_optimizer_states.get(key, {})
     return state.get("stage") is OptState.UNSCALED
@@ -127,7 +127,7 @@ def scaler_put_back_on_error(scaler: GradScaler, instances: Sequence[Optimizer])
         else None
         for key in map(id, instances)
     }
-    # Where every .grad was None, unscale_() has unscaled nothing, and a step would raise:
+    # unscale_() has unscaled nothing where every .grad was None, and a step would raise:
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/amp/grad_scaler.py#L475
     for key in before:
         if is_unscaled(scaler, key) and not states[key]["found_inf_per_device"]:

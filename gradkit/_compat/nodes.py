@@ -109,12 +109,12 @@ _BY_CLASS = ("NllLoss", "MultiMargin", "MultilabelMargin")  # their inputs: [C],
 
 def averaged_elements(root: Any, count: float, scales: set[float]) -> tuple[int, bool]:
     """Return over how many targets a scalar, or a term of it, is a mean; and whether of a term."""
-    # 0 if none, or unknown. `scales`: what sums were divided by that was no number of targets.
+    # The number is 0 if none, or unknown. `scales` gets divisors that are no number of targets.
     # Run on torch 2.13.
     waiting: list[tuple[Any, tuple[float, ...]]] = [(root, ())] if root is not None else []
     seen: set[Any] = set()
     is_sum = False
-    for node, divisors in waiting:  # which grows meanwhile
+    for node, divisors in waiting:  # the list grows meanwhile
         if node in seen:
             continue
         seen.add(node)
@@ -170,7 +170,7 @@ def _mean_by_hand(
     """Return the number of targets that a sum was divided by; 0 if it was by none."""
     numbers = {count} if divisors else set()
     below = node.next_functions[0][0] if kind.startswith("Sum") else None
-    while below is not None and below.name() in _QUOTIENTS:  # of each element
+    while below is not None and below.name() in _QUOTIENTS:  # the quotients of each element
         divisors += _divisor(below, below.name())
         below = below.next_functions[0][0]
     if below is not None and below.name() == "MeanBackward1" and count:
@@ -188,7 +188,7 @@ def _mean_by_hand(
         return round(max(divisors))
     if kind.startswith("Sum") or getattr(node, "_saved_reduction", None) == 2:
         first, *others = _shape_below(node) or (1,)
-        sizes = {first}  # of the batch, and products with further dimensions: positions, classes
+        sizes = {first}  # the batch's, and products with further dimensions: positions, classes
         for other in others[:5]:
             sizes |= {size * other for size in sizes}
         numbers |= sizes
@@ -298,7 +298,7 @@ def changed_since_saved(node: Node) -> tuple[str, str] | None:
             if all(getattr(one, "unpack_hook", None) is None for one in _raw(node, name)):
                 is_custom = isinstance(node, BackwardCFunction)
                 getattr(node, name.removeprefix("_raw_" if is_custom else "_raw"))
-        except RuntimeError as error:  # of one that a pass has freed, it is another
+        except RuntimeError as error:  # a node that a pass has freed raises another
             if any(text in str(error) for text in CHANGED):
                 return name.removeprefix("_raw_saved_"), str(error)
     return None

@@ -33,7 +33,7 @@ _KINDS = {int(kind): kind.name for kind in _TYPES.__members__.values()}
 # The transforms whose value is a derivative.
 DERIVATIVES = frozenset({"Grad", "Jvp"})
 BATCH, FORWARD = "Vmap", "Jvp"
-# What torch raises where it cannot batch a pass. Batched, the mean of mse_loss and of huber_loss is
+# torch raises these where it cannot batch a pass. Batched, the means of mse_loss and huber_loss are
 # divided by the number of elements in Python, which may be 0.
 BATCH_FAILURES = (RuntimeError, ZeroDivisionError)
 
@@ -86,10 +86,10 @@ class _Engine(threading.local):
 
     depth = 0
     own: frozenset[int] = frozenset()  # the ids of their variables that are leaves
-    # In the second run of a checkpointed function: how many transforms were around it when it
+    # The second run of a checkpointed function has how many transforms were around it when it
     # began, and the derivatives around the first run, which are those that are taken.
     second_run: tuple[int, tuple[str, ...]] | None = None
-    # In a pass whose graph may be thrown away: a derivative of it is refused once it is taken.
+    # The graph of the pass may be thrown away: a derivative of it is refused once it is taken.
     is_tentative = False
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ def differentiated() -> bool:
     return not DERIVATIVES.isdisjoint(transforms())
 
 
-# What torch.compiler.assume_constant_result does, which would import all of torch's compiler.
+# torch.compiler.assume_constant_result does the same, but would import all of torch's compiler.
 for _run_in_trace in (transforms, derivatives_around, differentiated):
     vars(_run_in_trace)["_dynamo_marked_constant"] = True
 
@@ -141,11 +141,6 @@ def differentiated_around(stack: tuple[str, ...], kind: str) -> bool:
     """Return whether a transform of this kind stands inside one that differentiates."""
     last = len(stack) - 1 - stack[::-1].index(kind) if kind in stack else 0
     return not DERIVATIVES.isdisjoint(stack[:last])
-
-
-def in_jvp() -> bool:
-    """Return whether a jvp is around this call; `no_grad` does not switch its tangents off."""
-    return "Jvp" in transforms()
 
 
 def jvp_level() -> int:
@@ -193,7 +188,7 @@ pop_mode: Callable[[], TorchFunctionMode] = _mode_stack._pop_torch_function_stac
 
 
 def slip_under_modes(mode: TorchFunctionMode) -> None:
-    """Enter a mode as the outermost, but for that of the default device, which must be."""
+    """Enter a mode as the outermost; only the mode of the default device stays outside of it."""
     # The mode is known by its name: torch imports its module with the first default device.
     first = [type(one).__name__ for one in function_modes()[:1]]
     _change_modes(lambda modes: modes.insert(first == ["DeviceContext"], mode))
@@ -215,7 +210,7 @@ def _change_modes(change: Callable[[list[TorchFunctionMode]], None]) -> None:
         for mode in modes:
             _mode_stack._push_on_torch_function_stack(mode)
 
-    with undone(put):  # which calls it again if an interrupt comes in between
+    with undone(put):  # calls it again if an interrupt comes in between
         pass
 
 
@@ -449,7 +444,7 @@ def levels_put_back_on_error() -> Iterator[None]:
         _functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
         # The only level is the process's: that of another thread stays.
         if not in_forward_mode and _NESTED_FORWARD_MODE not in str(error):
-            with suppress(RuntimeError):  # none is open
+            with suppress(RuntimeError):  # no level is open
                 torch._C._exit_dual_level(level=0)
         torch._C._set_fwd_grad_enabled(allowed)
         torch._C._set_grad_enabled(enabled)
@@ -486,6 +481,6 @@ def _default_hooks_set_aside() -> Iterator[None]:
 
     with undone(put_back):
         while (hooks := default_hooks()) is not None:
-            # Both are in one line, so that no interrupt comes in between.
+            # No interrupt comes between the two, which are in one line.
             aside += (hooks, autograd._pop_saved_tensors_default_hooks())[:1]
         yield

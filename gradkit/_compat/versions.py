@@ -72,7 +72,7 @@ def is_untested(version: str = torch.__version__) -> bool:
 def warn_if_untested(version: str = torch.__version__) -> None:
     """Warn if torch is newer than any that gradkit was run on."""
     if is_untested(version):
-        from gradkit.errors import GradkitWarning  # which imports torch
+        from gradkit.errors import GradkitWarning  # imports torch, too
 
         warnings.warn(
             f"torch {version} is newer than {NEWEST[0]}.{NEWEST[1]}, the newest that this gradkit "

@@ -122,7 +122,7 @@ def _check_function_of_losses(
     if isinstance(value, type):
         got, fix = f"the class {value.__name__}", f"pass an instance: {value.__name__}()"
     elif _is_of_torchjd(value, refused):
-        got = f"{describe(value)}, {got}"  # which would be right for no sizes, and run for some
+        got = f"{describe(value)}, {got}"  # would be right for no sizes, and run for some
     else:
         return
     raise OptionError(message(name, f"a function {expected}", got, fix))
@@ -203,7 +203,7 @@ class Losses:
     leaves: list[Tensor]
     spec: Structure
     root: str = "losses"  # the name of the tree in error messages
-    numbers: Sequence[int] | None = None  # of these leaves in the tree, if it has others
+    numbers: Sequence[int] | None = None  # the leaves' own in the tree, if it has others
 
     def path(self, index: int) -> str:
         """Return the path of a loss: `losses['aux']`."""
@@ -406,7 +406,7 @@ class Pass(NamedTuple):
     """One engine pass."""
 
     losses: Sequence[int]  # the indices of those that it starts from
-    params: Params  # what it differentiates with respect to
+    params: Params  # the tensors to differentiate with respect to
 
 
 @dataclass(slots=True)
@@ -414,17 +414,17 @@ class Call:
     """What a public call is to compute."""
 
     losses: Losses  # as given
-    outputs: Sequence[Tensor]  # for each loss: it, or it times a weight that requires grad
+    outputs: Sequence[Tensor]  # each loss, or it times a weight that requires grad
     passes: Sequence[Pass]  # in order
     unused: str = "none"  # or "zeros", or "error"
     create_graph: bool = False
-    weights: Sequence[Tensor] = ()  # of the losses: those that are part of the graph
+    weights: Sequence[Tensor] = ()  # the losses' weights that are part of the graph
     allowed: Collection[str] = ()  # kinds of nodes that raise otherwise: the caller sees to them
     # The nodes of Python Functions that the graph could hold.
     functions: FunctionsAlive = field(default_factory=functions_alive)
     around: int | None = None  # see `circumstances`
     function_nodes: list[Node] | None = None  # see `modified_tensors`
-    function_leaves: list[FunctionLeaves] | None = None  # of those nodes
+    function_leaves: list[FunctionLeaves] | None = None  # the leaves of those nodes
     _graph: GraphView | None = None
     # `replace` does not hand these on, as it may give other passes.
     _params: list[Params] | None = field(default=None, init=False)

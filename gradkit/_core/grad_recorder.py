@@ -30,7 +30,7 @@ class GradRecorder:
     def __init__(self, tensor: Tensor, edge: GradientEdge, where: Callable[[], str]) -> None:
         self.tensor, self.edge = tensor, edge
         self.passes: list[Tensor] = []
-        self._numbers: list[int] = []  # of these passes
+        self._numbers: list[int] = []  # the numbers of these passes
         self._is_compiled, self._passed_unseen = any_compiled([type(edge.node)]), False
         self._where = where
         self._version = tensor._version
@@ -44,7 +44,7 @@ class GradRecorder:
         is_hidden = bool(_hidden_passes) and current_pass() in _hidden_passes
         node = self.edge.node
         is_hidden = is_hidden or (graph.is_leaf_node(node) and is_returned_to_a_function(node))
-        if grad is not None and not is_hidden:  # None is an undefined gradient [D10]
+        if grad is not None and not is_hidden:  # an undefined gradient is None [D10]
             # A copy, because the node below may write on its cotangent [L3].
             self.passes.append(copy_for(grad, self.tensor))
             self._numbers.append(current_pass())

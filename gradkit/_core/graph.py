@@ -82,7 +82,7 @@ _LOST_HISTORY = (
 def was_used_before_change(variable: Tensor, nodes: set[Node]) -> bool:
     """Return whether an earlier value of a tensor that was changed in place is in a graph [C8]."""
     if variable._is_view():
-        return False  # its version counts the changes of all views of the same memory
+        return False  # a version counts the changes of all views of the memory
     node = variable.grad_fn
     for _ in range(min(variable._version, 16)):
         # The first input of an in-place operation is the earlier value.
@@ -122,7 +122,7 @@ _random = Random(0)
 
 
 class _Waiting(local):
-    """The nodes that this thread is about to let go of, above a None while it does so."""
+    """The nodes that this thread is about to free, above a None while it frees them."""
 
     def __init__(self) -> None:
         self.nodes: list[Node | None] = []
@@ -138,7 +138,7 @@ class _FreedAfter:
 
     def __del__(self) -> None:
         waiting = self.waiting.nodes
-        if waiting:  # this is inside of the loop below
+        if waiting:  # the loop below runs already
             waiting += self._below
             return
         waiting += (None, *self._below)
@@ -157,7 +157,7 @@ def avoid_recursion(nodes: list[Node], *, grows: bool = False) -> None:
     if grows or len(nodes) > _MOST_FREED_AT_ONCE:
         count = int(len(nodes) / _ONE_IN + _random.random())
         for picked in _random.sample(nodes, count) if count else ():
-            for node in (picked, *_children(picked)):  # its children get one, too
+            for node in (picked, *_children(picked)):  # the children get one, too
                 metadata(node)[_CHILDREN] = _FreedAfter(_children(node))
 
 
@@ -168,8 +168,8 @@ def _children(node: Node) -> list[Node]:
 class OwnNodes(NamedTuple):
     """What one of several roots reaches."""
 
-    nodes: list[Node]  # those that it reaches, and no later root does
-    shared: list[Node]  # those right below them, or the root's own, that a later root reaches
+    nodes: list[Node]  # the nodes that it reaches, and no later root does
+    shared: list[Node]  # the nodes right below, or the root's, that a later root reaches
 
 
 def nodes_below(roots: Iterable[Tensor], stop: Iterable[Node] = (), oldest: int = 0) -> set[Node]:
@@ -190,7 +190,7 @@ def nodes_in_order(
     nodes = [top for top in tops if top not in reached]
     reached.update(nodes)
     try:
-        for node in nodes:  # which grows meanwhile
+        for node in nodes:  # the list grows meanwhile
             yield node
             for child, _ in node.next_functions:
                 if child is None or child in reached:
@@ -221,7 +221,7 @@ def leads_to_others(
             return True
     reached = set(nodes) if known is None else known.union(nodes)
     try:
-        for node in nodes:  # which grows meanwhile
+        for node in nodes:  # the list grows meanwhile
             for child, _ in node.next_functions:
                 if child is None or child in reached:
                     continue
@@ -259,7 +259,7 @@ def leads_to_one_of(roots: Iterable[Tensor], leaves: Iterable[Tensor]) -> bool:
 def nodes_from(top: Node) -> set[Node]:
     """Return a node, and all below it."""
     reached, nodes = {top}, [top]
-    for node in nodes:  # which grows meanwhile
+    for node in nodes:  # the list grows meanwhile
         new = [child for child in _children(node) if child not in reached]
         reached.update(new)
         nodes += dict.fromkeys(new)
@@ -279,7 +279,7 @@ def nodes_executed(root: Tensor, leaves: Collection[int]) -> set[Node]:
     top = root.grad_fn or edge(root).node
     parents: dict[Node, list[Node]] = {top: []}
     nodes, leading = [top], []
-    for node in nodes:  # which grows meanwhile
+    for node in nodes:  # the list grows meanwhile
         if is_leaf_node(node):
             if id(leaf_of(node)) in leaves:
                 leading.append(node)
@@ -293,7 +293,7 @@ def nodes_executed(root: Tensor, leaves: Collection[int]) -> set[Node]:
                 parents[child] = [node]
                 nodes.append(child)
     executed: set[Node] = set()
-    for node in leading:  # which grows, too
+    for node in leading:  # the list grows, too
         above = [parent for parent in parents[node] if parent not in executed]
         executed.update(above)
         leading += above
@@ -309,7 +309,7 @@ def kinds_in_short_pass(root: Tensor, ends: Collection[Node], most: int) -> set[
     if top is None or top in ends:
         return None
     reached, nodes, missing = {top, *ends}, [top], set(ends)
-    for node in nodes:  # which grows meanwhile
+    for node in nodes:  # the list grows meanwhile
         for child, _ in node.next_functions:
             if child in missing:
                 missing.remove(child)
@@ -360,7 +360,7 @@ def _own_nodes(top: Node, index: int, reached_from: dict[Node, int], bounds: _Bo
     nodes: list[Node] = [top]
     shared: list[Node] = []
     ends, oldest = bounds.ends, bounds.oldest
-    for node in nodes:  # which grows meanwhile
+    for node in nodes:  # the list grows meanwhile
         if node in ends:
             continue
         for child, _ in node.next_functions:
@@ -368,7 +368,7 @@ def _own_nodes(top: Node, index: int, reached_from: dict[Node, int], bounds: _Bo
                 continue
             other = reached_from.get(child)
             if other is None:
-                if not oldest or sequence_number(child) >= oldest or bounds.leads_to_end(child):
+                if not oldest or sequence_number(child) >= oldest or bounds.leads_to(child, ends):
                     reached_from[child] = index
                     nodes.append(child)
             elif other != index:
@@ -381,7 +381,7 @@ class _Bounds:
 
     # The graph of a loop may be a thousand times what one of its passes executes. Numbers of nodes
     # grow within a thread only, and the engine has threads of its own: so an old node above the
-    # ends is looked through (`leads_to_end`); only below an end its number alone leaves it out.
+    # ends is looked through (`leads_to`); only below an end its number alone leaves it out.
 
     def __init__(self, ends: Collection[Node]) -> None:
         self.ends = ends
@@ -390,14 +390,10 @@ class _Bounds:
         self._left_out: list[Node] = []  # right below those
         self._are_nested = False  # something below an end is an end, or above one for another root
 
-    def leads_to_end(self, node: Node) -> bool:
-        """Return whether an old node leads to an end."""
-        return self._leads_to(node, self.ends)
-
     def extend_below_ends(self, part: OwnNodes, index: int, reached_from: dict[Node, int]) -> None:
         """Add what is below the ends of a part, as far as it is as new as they are."""
         below = [node for node in part.nodes if node in self.ends]
-        for node in below:  # which grows meanwhile
+        for node in below:  # the list grows meanwhile
             for child, _ in node.next_functions:
                 if child is None:
                     continue
@@ -424,20 +420,21 @@ class _Bounds:
         # An end that was reached might be below another, too, but through what other threads made.
         # To exclude that, what each step of a loop adds would have to be looked through, always.
         missing = {end for end in self.ends if end not in reached}
-        return bool(missing) and any(self._leads_to(node, missing) for node in self._left_out)
+        return bool(missing) and any(self.leads_to(node, missing) for node in self._left_out)
 
     @cached_property
     def _marks_are_valid(self) -> bool:
         """Whether no end is below a marked node, as an older one may be."""
         return not any(_LEADS_BACK in metadata(end) for end in self.ends)
 
-    def _leads_to(self, top: Node, ends: Collection[Node]) -> bool:
+    def leads_to(self, top: Node, ends: Collection[Node]) -> bool:
+        """Return whether an old node leads to one of these ends."""
         # Nodes that were looked through are marked, with all that is below: nothing that is made
         # later is there, and each node of a long loop is looked at once.
         seen, nodes = {top}, [top]
         if self._marks_are_valid and _LEADS_BACK in metadata(top):
             return False
-        for node in nodes:  # which grows meanwhile
+        for node in nodes:  # the list grows meanwhile
             for child, _ in node.next_functions:
                 if child is None or child in seen or is_leaf_node(child):
                     continue

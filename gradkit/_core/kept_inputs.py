@@ -32,7 +32,7 @@ def keeps_inputs_alone(function: Any) -> bool:
 
 class _Source(NamedTuple):
     saves_inputs: bool  # and nothing else, by save_for_backward
-    attributes: frozenset[str]  # of ctx, that are set to inputs alone
+    attributes: frozenset[str]  # the names on ctx that are set to inputs alone
 
 
 _NOTHING_KNOWN = _Source(False, frozenset())
@@ -127,7 +127,7 @@ def _written(nodes: list[ast.AST], unpacked: list[ast.AST]) -> Iterator[str]:
         elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
             outs.append(node.value)
         elif isinstance(node, ast.AugAssign):
-            outs += list(ast.iter_child_nodes(node))[:1]  # its target
+            outs += list(ast.iter_child_nodes(node))[:1]  # the target of +=
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             if isinstance(node.value, ast.Name) and node.targets[0] not in unpacked:
                 outs.append(node.value)  # a second name

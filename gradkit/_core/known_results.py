@@ -141,13 +141,13 @@ def _tangents(
 
 
 def merged(base: Sequence[Any], where: Iterable[object], values: Iterable[Any]) -> list[Any]:
-    """Return a list with these values where it says so."""
+    """Return a base with the values, in turn, in the places that `where` marks."""
     rest = iter(values)
     return [next(rest) if here else x for x, here in zip(base, where, strict=True)]
 
 
 def attach(tensor: Tensor, sources: Sequence[Tensor], reason: str | None = None) -> Tensor:
-    """Return a tensor that is constant in others; with a reason, its derivative raises that."""
+    """Return a tensor that is constant in others; given a reason, its derivative raises it."""
     # `Result.of` applies its Function in the same way.
     apply: Any = _Constant.apply if transforms() else super(Function, _Constant).apply
     return cast("Tensor", apply(reason, tensor, *sources))
@@ -157,7 +157,7 @@ def accumulate_grad_nodes(leaves: Sequence[Tensor]) -> list[Node]:
     """Return the AccumulateGrad nodes of leaves without subclasses, outside of transforms."""
     # A constant function of all leads to them: a view of each would take four times as long.
     with torch.enable_grad(), INSIDE:
-        result = attach(torch.empty(0), leaves)  # which keeps its node alive
+        result = attach(torch.empty(0), leaves)  # the tensor keeps its node alive
     return [cast("Node", child) for child, _ in cast("Node", result.grad_fn).next_functions[1:]]
 
 

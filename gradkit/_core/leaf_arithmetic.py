@@ -96,7 +96,7 @@ def dot_leaves(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
-    if a.is_complex() != b.is_complex():  # of the real one, all imaginary parts are zero
+    if a.is_complex() != b.is_complex():  # the real one has imaginary parts of zero
         both = common_dtype(a.dtype, b.dtype)
         a, b = a.to(both), b.to(both)
     left, right = real_vector(a), real_vector(b)
@@ -196,7 +196,7 @@ def stored_values(leaf: Tensor) -> Tensor:
 
 def dense(leaf: Tensor) -> Tensor:
     """Return the entries of a leaf as a dense tensor: in its shape, or of a nested one in a row."""
-    if leaf.is_nested:  # its rows one after the other; a jagged one may hold others in between
+    if leaf.is_nested:  # the rows one after the other; a jagged tensor may hold others between
         return torch.cat([row.reshape(-1) for row in leaf.unbind()])
     return leaf if leaf.layout == torch.strided else leaf.to_dense()
 

@@ -33,7 +33,7 @@ def list_distinct(module: nn.Module) -> tuple[list[Tensor], Structure, set[type]
     kept: tuple[int, ...] | None = None  # all
     tensors = every
     if len(set(map(id, every))) < len(every) or not _NONE.isdisjoint(map(type, every)):
-        # None, a layer's missing bias, is left out; a tied parameter has its first name.
+        # A layer's missing bias, None, is left out; a tied parameter has its first name.
         first = dict(zip(map(id, reversed(every)), reversed(range(len(every))), strict=True))
         first.pop(id(None), None)
         kept = tuple(sorted(first.values()))
@@ -50,7 +50,7 @@ def named_parameters(module: nn.Module) -> tuple[dict[str, Tensor], set[type]]:
     if parts is None:
         return dict(module.named_parameters()), set(map(type, module.modules()))
     every, keys, classes = parts
-    first: dict[int, tuple[str, Tensor]] = {}  # of its names, a tied parameter has the first
+    first: dict[int, tuple[str, Tensor]] = {}  # a tied parameter has its first name
     for name, param in zip(_names(keys), every, strict=True):
         if param is not None:
             first.setdefault(id(param), (name, param))
@@ -135,7 +135,7 @@ class _ModuleHook:
             self._see(args, rest)
 
     def __reduce__(self) -> tuple[type[_ModuleHook], tuple[()]]:
-        return _ModuleHook, ()  # that of a copied or unpickled module does nothing
+        return _ModuleHook, ()  # the hook of a copied or unpickled module does nothing
 
     def close(self) -> None:
         """Do nothing from now on, and keep nothing alive."""

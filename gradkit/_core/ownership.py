@@ -36,7 +36,7 @@ def overlaps_itself(tensor: Tensor) -> bool:
 
 def shared_by(written: Sequence[Tensor], read: Sequence[Tensor | None]) -> tuple[int, int] | None:
     """Return a tensor that is written, and another one in its memory; None if there is none."""
-    # Both are indices into `written + read`; `read[i]` may be exactly `written[i]`.
+    # The two are indices into `written + read`; `read[i]` may be exactly `written[i]`.
     tensors = [*written, *(y for y in read if y is not None)]
     if _are_disjoint(tensors) or any(x.is_meta for x in tensors):  # meta tensors have no memory
         return None
@@ -44,7 +44,7 @@ def shared_by(written: Sequence[Tensor], read: Sequence[Tensor | None]) -> tuple
     for index, (x, y) in enumerate(zip(written, read, strict=True)):
         if y is not None and y.numel() and not _is_same(x, y):
             spans.append((*_span(y), len(written) + index))
-    last_end, last = [0, 0], [0, 0]  # of those that are written, and of those that are read
+    last_end, last = [0, 0], [0, 0]  # the ends of what is written, and of what is read
     for start, end, index in sorted(spans):
         is_read = index >= len(written)
         for kind in (0,) if is_read else (0, 1):
@@ -58,7 +58,7 @@ def shared_by(written: Sequence[Tensor], read: Sequence[Tensor | None]) -> tuple
 
 def _are_disjoint(tensors: Sequence[Tensor]) -> bool:
     """Return whether tensors are contiguous, and no two share memory; False if unsure."""
-    # One attribute of all at a time: a Python loop over the leaves takes as long as their sum.
+    # A Python loop over the leaves takes as long as their sum: `map` reads an attribute of all.
     if not all(map(Tensor.is_contiguous, tensors)):
         return False
     starts = list(map(Tensor.data_ptr, tensors))
@@ -120,7 +120,7 @@ PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 
 _base = attrgetter("_base")
 _is_cpu = attrgetter("is_cpu")
-_TURNS = 10  # in which the thread of a device may let go: some microseconds each
+_TURNS = 11  # the thread of a device may let go in one: some microseconds each
 _address, _is_contiguous = Tensor.data_ptr, Tensor.is_contiguous
 
 
@@ -148,7 +148,7 @@ def owned(
             own(grads, params, leading)  # type: ignore[arg-type]
         return grads
     present = [grad for grad in grads if grad is not None]
-    if _are_owned(present, params, _UNSHARED + 1):  # which both lists refer to
+    if _are_owned(present, params, _UNSHARED + 1):  # both lists refer to each
         return grads
     reached = [grad is not None for grad in grads]
     grads.clear()
@@ -163,24 +163,21 @@ def owned_of_each(
     """Return what `owned` does of the gradients of each of several passes, looked at together."""
     present = [grad for grads in each for grad in grads if grad is not None]
     every = chain.from_iterable(dict(zip(map(id, params), params, strict=True)).values())
-    if _are_owned(present, every, _UNSHARED + 1):  # one of the lists, and this one
+    if _are_owned(present, every, _UNSHARED + 1):  # a list of a pass, and this one
         return each
     del present
     return [owned(grads, some) for grads, some in zip(each, params, strict=True)]
 
 
 def _not_owned(grads: list[Tensor], params: Sequence[Tensor]) -> Sequence[int]:
-    if _are_owned(grads, params, _UNSHARED):
-        return ()
-    references = list(map(sys.getrefcount, grads))
-    for _ in range(0 if all(map(_is_cpu, grads)) else _TURNS):
-        if max(references) <= _UNSHARED:
-            break
-        # The thread of a device refers to what a pass gave until it gets the interpreter's lock.
-        time.sleep(1e-6)
+    for _ in range(_TURNS):
         if _are_owned(grads, params, _UNSHARED):
             return ()
         references = list(map(sys.getrefcount, grads))
+        if all(map(_is_cpu, grads)) or max(references) <= _UNSHARED:
+            break
+        # The thread of a device refers to what a pass gave until it gets the interpreter's lock.
+        time.sleep(1e-6)
     try:
         return [
             index
@@ -193,13 +190,13 @@ def _not_owned(grads: list[Tensor], params: Sequence[Tensor]) -> Sequence[int]:
         return range(len(grads))  # always copied
 
 
-# What a sparse tensor raises, or a wrapper without a storage.
+# A sparse tensor, or a wrapper without a storage, raises one of these.
 _WITHOUT_STORAGE = (RuntimeError, NotImplementedError, TypeError)
 
 
 def _are_owned(grads: list[Tensor], params: Iterable[Tensor], unshared: int) -> bool:
     """Return whether contiguous gradients of contiguous params share no memory."""
-    # One attribute of all leaves at a time: a Python loop would double the time of a call.
+    # A Python loop would double the time of a call: `map` reads one attribute of all leaves.
     # What is contiguous was not expanded, but along dimensions of size 1, where it does not matter.
     try:
         return (
@@ -216,7 +213,7 @@ def _are_owned(grads: list[Tensor], params: Iterable[Tensor], unshared: int) -> 
 def is_laid_out(grad: Tensor, param: Tensor) -> bool:
     """Return whether a dense gradient has the strides of a first accumulation into `.grad`."""
     if grad.is_nested:
-        return grad.is_contiguous()  # it has no strides
+        return grad.is_contiguous()  # such a tensor has no strides
     # An expanded tensor, or a zero tensor without memory, cannot be changed in place.
     if 0 in grad.stride() or autograd.is_zero_tensor(grad):
         return False
@@ -285,7 +282,7 @@ def _layout_of_rows(param: Tensor, leading: tuple[int, ...]) -> Tensor:
 
 def zeros_for(param: Tensor, leading: tuple[int, ...] = ()) -> Tensor:
     """Return a dense zero gradient for `param`, in the dtype of its gradient."""
-    if torch.compiler.is_compiling():  # which cannot read `grad_dtype`, or strides
+    if torch.compiler.is_compiling():  # a trace cannot read `grad_dtype`, or strides
         return torch.zeros((*leading, *param.shape), dtype=param.dtype, device=param.device)
     if type(param) not in PLAIN_TYPES or param.is_nested:
         zero = zeros_of(param, grad_dtype(param))
@@ -301,7 +298,7 @@ def zeros_of(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return zeros like a tensor; plain ones for a frozen one of a class that cannot make them."""
     try:
         return torch.zeros_like(tensor.detach(), dtype=dtype)
-    except (RuntimeError, TypeError):  # of a quantized weight, which knows few operations
+    except (RuntimeError, TypeError):  # a quantized weight knows few operations
         if tensor.requires_grad or type(tensor) in PLAIN_TYPES:
             raise
     return torch.zeros(tensor.shape, dtype=dtype or tensor.dtype, device=tensor.device)

@@ -26,13 +26,13 @@ from gradkit._core.pytree import PyTree, Structure
 from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError, describe, message
 
 _requires_grad, _is_leaf, _dtype = map(attrgetter, ("requires_grad", "is_leaf", "dtype"))
-_PARAMETER = {nn.Parameter}  # which is always a leaf
+_PARAMETER = {nn.Parameter}  # a parameter is always a leaf
 Tensors: TypeAlias = list[Tensor]
 Grads: TypeAlias = list[Tensor | None]  # of each variable, None where it is not reached
 CopyAll: TypeAlias = Callable[[list[Any]], Iterable[Any]]
 _MODULE_OR_OPTIMIZER = (nn.Module, Optimizer)
-EXPANDED = (nn.Module, Iterator, ValuesView, Optimizer)  # what stands for its tensors
-DIFFERENTIABLE = "a floating-point or complex tensor"  # what errors say that they expect
+EXPANDED = (nn.Module, Iterator, ValuesView, Optimizer)  # an object that stands for its tensors
+DIFFERENTIABLE = "a floating-point or complex tensor"  # the words of errors for what they expect
 
 
 @dataclass(slots=True)
@@ -41,16 +41,11 @@ class Params:
 
     leaves: list[Any]  # tensors and None in order, with modules and iterators expanded
     spec: Structure  # of the expanded tree, and of the gradients
-    variables: list[Tensor]  # what is differentiated with respect to, each tensor once
+    variables: list[Tensor]  # the tensors to differentiate with respect to, each once
     slots: Sequence[int | None]  # for each leaf its index in `variables`, if it is one
     root: str  # the name of the tree in error messages
     no_subclasses: bool  # no variable is of a subclass of torch's tensors and parameters
     only_leaves: bool  # no variable has been computed from others
-
-    @property
-    def plain_leaves(self) -> bool:
-        """Whether all variables are leaf tensors, and none is of a subclass."""
-        return self.no_subclasses and self.only_leaves
 
     @property
     def all_variables(self) -> bool:
@@ -167,7 +162,7 @@ def read_params(
                 refuse_lost_history(leaves, partial(pytree.path, spec, root=root))
                 raise
             return Params(leaves, spec, leaves, range(len(leaves)), root, True, only_leaves)
-        if kinds == _PARAMETER:  # of which some are frozen
+        if kinds == _PARAMETER:  # some of them are frozen
             is_trained, numbers = list(map(_requires_grad, leaves)), count()
             slots = [next(numbers) if each else None for each in is_trained]
             return Params(leaves, spec, [*compress(leaves, is_trained)], slots, root, True, True)
@@ -358,7 +353,7 @@ def _refuse_replicated(
     for module in distributed.replicas_of(leaves, now=True):
         reduced = distributed.reduced_params([module]).keys()
         if unless_whole and ids.issuperset(reduced):
-            continue  # its hooks run, and reduce
+            continue  # the hooks of this one run, and reduce
         where = path(next(index for index, leaf in enumerate(leaves) if id(leaf) in reduced))
         got = "one that a DistributedDataParallel module has: its gradient would be this rank's, "
         got += "and not the mean over the ranks"

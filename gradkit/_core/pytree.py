@@ -71,9 +71,9 @@ class Plain(NamedTuple):
     The structures that torch makes there of those of optree take most of the time of a trace.
     """
 
-    type: type | None  # None of a leaf
+    type: type | None  # a leaf has None
     keys: tuple[Any, ...] | None
-    parts: tuple[Plain | None, ...]  # None for a leaf
+    parts: tuple[Plain | None, ...]  # a leaf is None
 
     @property
     def num_children(self) -> int:
@@ -209,13 +209,13 @@ def partition_tensors(
 
 def as_known_tree(value: object, where: str) -> str | None:
     """Return the call that makes a tree of a container that optree does not know."""
-    if isinstance(getattr(value, "loss", None), torch.Tensor):  # what a model of transformers gives
+    if isinstance(getattr(value, "loss", None), torch.Tensor):  # a model of transformers gives such
         return f"{where}.loss"
     if isinstance(value, Mapping | ItemsView):
         return f"dict({where})"
     if isinstance(value, SimpleNamespace) or (is_dataclass(value) and hasattr(value, "__dict__")):
         return f"vars({where})"
-    if is_dataclass(value) and not isinstance(value, type):  # of slots
+    if is_dataclass(value) and not isinstance(value, type):  # a dataclass of slots
         names = (field.name for field in fields(value))
         return f"{{{', '.join(f'{name!r}: {where}.{name}' for name in names)}}}"
     is_array = str(getattr(value, "dtype", "")) == "object"
@@ -302,7 +302,7 @@ def children(tree: PyTree) -> tuple[list[Any], Callable[[Sequence[Any]], PyTree]
 def top_level(tree: PyTree) -> optree.PyTreeSpec:
     """Return the structure of the top level of `tree`."""
     options: Any = {"none_is_leaf": True, "namespace": _NAMESPACE}
-    if not optree.tree_is_leaf(tree, **options):  # what torch.compile traces since 2.11
+    if not optree.tree_is_leaf(tree, **options):  # torch.compile traces it since 2.11
         below, metadata, _, rebuild = optree.tree_flatten_one_level(tree, **options)
         tree = cast("Any", rebuild)(metadata, [None] * len(below))
     return optree.tree_structure(tree, **options)

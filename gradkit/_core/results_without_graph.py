@@ -53,7 +53,7 @@ def with_refused_derivatives(
 
 def without_ended_graph(grad: Tensor | None) -> Tensor | None:
     """Return a gradient without a graph that leads to tensors of ended transforms only."""
-    # Since 2.14, torch.func leaves one to the second derivatives of batch_norm and instance_norm.
+    # torch.func leaves one to second derivatives of batch_norm and instance_norm since torch 2.14.
     # A pull of eager code leaves one to its own variables, where a transform differentiates it.
     if grad is None or not grad.requires_grad or transforms():
         return grad
@@ -80,7 +80,7 @@ def _skip_empty_passes(function: Any) -> None:
     count = len(function.needs_input_grad)
     empty: set[int] = set()
 
-    def before(cotangents: Cotangents) -> None:  # what torch makes of them after hooks may be zeros
+    def before(cotangents: Cotangents) -> None:  # after hooks, torch may make zeros of them
         if all(cotangent is None for cotangent in cotangents):
             empty.add(current_pass())
 

@@ -103,7 +103,7 @@ def norm_over_shards(leaves: Sequence[Tensor]) -> Tensor:
     norms = [norms_of_rows(local_part(whole_sums(leaf))[None]) for leaf in leaves]
     squares = torch.cat([norm.to(norms[0].device, torch.float64).square() for norm in norms])
     total = shard_sum(squares, shards)
-    is_zero = total == 0  # where the square root has no derivative
+    is_zero = total == 0  # the square root has no derivative there
     norm = torch.where(is_zero, total, torch.where(is_zero, 1.0, total).sqrt())
     return norm.to(reduce(torch.promote_types, (leaf.dtype for leaf in leaves)).to_real())
 

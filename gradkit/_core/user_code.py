@@ -11,7 +11,7 @@ from itertools import chain
 from operator import methodcaller
 from threading import Lock
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple, TypeAlias, TypeGuard, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 from weakref import ref
 
 import torch
@@ -52,16 +52,12 @@ def captured_by(*functions: object) -> list[CapturedObject]:
         seen |= new.keys()
         level = []
         for key, value in new.items():
-            if _is_captured(value):
+            # isinstance(value, Generator) calls a method of torch's, for each function and number.
+            if isinstance(value, Tensor | nn.Module) or type(value) is Generator:
                 captured[key] = value
             elif type(value) not in _LEAVES:
                 level += _contents(value)
     return list(captured.values())
-
-
-def _is_captured(value: object) -> TypeGuard[CapturedObject]:
-    # isinstance(value, Generator) calls a method of torch's, for each function and each number.
-    return isinstance(value, Tensor | nn.Module) or type(value) is Generator
 
 
 def may_compute(value: object) -> bool:
@@ -78,16 +74,14 @@ def _contents(value: Any) -> list[Any]:
         own = value.__dict__
         if CAPTURED in own:
             return [own[CAPTURED]]
-        # This reads what inspect.getclosurevars does, in less time. Libraries refer to the caller's
-        # objects by closures only.
+        # The same is read that inspect.getclosurevars reads, in less time. Libraries refer to the
+        # caller's objects by closures only.
         of_library = str(value.__module__).partition(".")[0] in _LIBRARIES
         names = () if of_library else _names(value.__code__)
-        read: list[Any] = []
-        for cell in value.__closure__ or ():
-            read += cell_contents(cell)
-        read += [value.__globals__[name] for name in names if name in value.__globals__]
-        return [*read, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-    if kind is Iterator:  # what the frame of a generator has, or a map
+        cells = chain.from_iterable(map(cell_contents, value.__closure__ or ()))
+        read = [value.__globals__[name] for name in names if name in value.__globals__]
+        return [*cells, *read, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    if kind is Iterator:  # the frame of a generator, or a map, has them
         return gc.get_referents(value)
     if kind is partial:
         return [value.func, *value.args, *value.keywords.values()]
@@ -109,7 +103,7 @@ def _kind(cls: Any) -> Any:
     if kind is None and issubclass(cls, list | tuple | set | frozenset):
         return list
     if kind is None and issubclass(cls, type | BuiltinFunctionType | ModuleType):
-        return ModuleType  # which is not searched
+        return ModuleType  # a module is not searched
     return kind or object
 
 
@@ -162,7 +156,7 @@ def first_pre_hooked(leaves: Sequence[Tensor]) -> int | None:
     # of any kind. Tensors that are no leaves are passed over.
     global _looked_at
     with _own_hooks.lock, INSIDE:
-        made = hooks_made()  # before the look: what is registered meanwhile is looked for again
+        made = hooks_made()  # read before the look: hooks made meanwhile are looked for again
     if not made:
         return None
     before, clean = _looked_at
@@ -288,8 +282,8 @@ REFUSED = frozenset({"CheckpointFunctionBackward", distributed.SINK, distributed
 class FunctionsAlive(NamedTuple):
     """Which nodes of Python Functions some graph in this process may hold."""
 
-    refused: bool  # one of those in whose presence a functional gradient is incomplete or local
-    users: bool  # one whose backward is the user's
+    refused: bool  # whether some Function makes functional gradients incomplete, or local
+    users: bool  # whether some backward is the user's
 
 
 def functions_alive() -> FunctionsAlive:
@@ -312,7 +306,7 @@ def functions_alive() -> FunctionsAlive:
     return alive
 
 
-_class_of: Callable[[ref[type]], type | None] = ref.__call__  # None once it is gone
+_class_of: Callable[[ref[type]], type | None] = ref.__call__  # a dead class is None
 NONE_ALIVE = FunctionsAlive(False, False)
 
 
@@ -370,8 +364,8 @@ class FunctionLeaves(NamedTuple):
     """The leaves whose `.grad` the backward of a Function's node may write, by id."""
 
     node: Node
-    returned: dict[int, Tensor]  # those for which it returns the gradient itself
-    hidden: dict[int, Tensor]  # others that it could find: it may call torch.autograd.backward
+    returned: dict[int, Tensor]  # the leaves whose gradients it returns itself
+    hidden: dict[int, Tensor]  # the others that it could find, and call torch.autograd.backward for
     constants: list[Tensor]  # aliases of tensors without a graph that it may hand out
 
 
@@ -504,7 +498,7 @@ def _from_torch(kind: Any) -> bool:
     module: str = forward.__module__
     if module.startswith("torch._library"):  # may run what the user gave to register_autograd
         return bool(kind.__name__.startswith(_TORCH_OPERATORS))
-    if module == accumulate_grad_nodes.__module__:  # others of gradkit's run code of the user's
+    if module == accumulate_grad_nodes.__module__:  # gradkit's others run code of the user's
         return True
     if not module.startswith("torch.") or forward.__name__ in _NOT_TWICE_DIFFERENTIABLE:
         return False

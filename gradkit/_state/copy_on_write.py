@@ -22,7 +22,7 @@ Kwargs: TypeAlias = dict[str, Any]
 
 _WRITES = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"})
 _NO_WRITES = frozenset({"requires_grad_", "share_memory_"})
-# Where the running statistics are among the arguments, and the flag with which they are written.
+# The place of the running statistics in the arguments, and the flag with which they are written.
 _STATISTICS: dict[Any, tuple[int, str, bool]] = {
     functional.batch_norm: (1, "training", False),
     functional.instance_norm: (1, "use_input_stats", True),
@@ -30,13 +30,13 @@ _STATISTICS: dict[Any, tuple[int, str, bool]] = {
     torch.instance_norm: (3, "use_input_stats", True),
     torch.native_batch_norm: (3, "training", False),
 }
-_FLAG = 5  # its position in all of them
+_FLAG = 5  # the flag's position in all of them
 
 
 class CopyOnWrite:
     """Redirects writes on shared tensors to copies, which are read in their stead from then on."""
 
-    # Where the operands are batched, so is a copy: in a vmap over tasks each has one of its own, as
+    # A copy is batched if the operands are: in a vmap over tasks each task has one of its own, as
     # each has in a loop that starts every task from the same module.
 
     def __init__(self, is_shared: Callable[[Tensor], bool]) -> None:
@@ -44,7 +44,7 @@ class CopyOnWrite:
         # A tensor that was written on, which must stay alive, and its copy, by memory.
         self._copies: dict[Any, tuple[Tensor, Tensor]] = {}
         self._own: set[int] = set()  # the storages of copies
-        self._outdated: dict[int, Tensor] = {}  # by storage, what a copy has replaced
+        self._outdated: dict[int, Tensor] = {}  # the tensors that a copy has replaced, by storage
 
     def redirects(self, func: Callable[..., Any], kwargs: Kwargs | None) -> bool:
         """Return whether an operation may write on a tensor."""

@@ -51,7 +51,7 @@ def _are_contiguous(leaves: Sequence[Tensor], grads: Sequence[Any]) -> bool:
     """Return whether a copy of each gradient has the layout of its leaf, and no graph."""
     return (
         _PLAIN.issuperset(map(type, grads))
-        and set(map(_layout, grads)) == {torch.strided}  # which only dense leaves have
+        and set(map(_layout, grads)) == {torch.strided}  # only dense leaves have these
         and not any(map(_requires_grad, grads))
         and all(map(_is_contiguous, grads))
         and all(map(_is_contiguous, leaves))
@@ -99,10 +99,10 @@ def add_together(totals: list[Any], grads: list[Any]) -> bool:
     if len(storages) < len(totals) and len(set(map(_address, totals))) < len(totals):
         return False
     if not storages.isdisjoint(map(storage_address, grads)):
-        return False  # what is added might change on the way
+        return False  # a gradient might change on the way
     if not _can_be_added_to(totals):
         return False
-    # One kernel for all takes a third of the time of one for each, and gives the same bits.
+    # A kernel for all takes a third of the time of one for each, and gives the same bits.
     torch._foreach_add_(totals, grads)
     return True
 
@@ -122,7 +122,7 @@ def are_addable(totals: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
     return (
         {*map(_layout, totals), *map(_layout, grads)} == {torch.strided}
         and dtypes == list(map(_dtype, grads))
-        # Another `.data` may have another shape or device than the `.grad`.
+        # A `.data` that was set may have another shape or device than the `.grad`.
         and list(map(_shape, totals)) == list(map(_shape, grads))
         and list(map(_device, totals)) == list(map(_device, grads))
         and _can_be_added_to(totals)
@@ -153,7 +153,7 @@ def set_grad(leaf: Tensor, grad: Tensor | None) -> None:
 
 def set_grads(leaves: Sequence[Tensor], grads: Iterable[Tensor | None]) -> None:
     """Set each `.grad` to this very gradient; torch raises if shape, dtype or device differ."""
-    # One call does it, which no interrupt cuts in two.
+    # No interrupt cuts this one call in two.
     deque(map(setattr, leaves, repeat("grad"), grads), 0)
 
 
@@ -207,7 +207,7 @@ def _refuse_unassignable(leaves: Sequence[Tensor], grads: Sequence[Tensor | None
     # torch sets none; an assignment to `.data`, one of any kind.
     for leaf, grad in zip(leaves, grads, strict=True):
         try:
-            leaf.grad = grad  # which it is: torch only looks at both
+            leaf.grad = grad  # the two are one: torch only looks at both
         except RuntimeError as error:
             got, fix = f"{describe(grad)} of {describe(leaf)}", "leaf.grad = None"
             if grad is not None and grad.layout == torch.strided != leaf.layout:
@@ -247,7 +247,7 @@ def grad_dtypes_put_back(leaves: Sequence[Tensor]) -> Iterator[None]:
     def put_back() -> None:
         for leaf, dtype in zip(leaves, before, strict=True):
             if leaf.grad_dtype != dtype:
-                leaf.grad = None  # it must fit
+                leaf.grad = None  # a gradient must fit
                 leaf.grad_dtype = dtype
 
     with undone(put_back):

@@ -71,9 +71,9 @@ _HOOK_TABLES = [name for name in _OF_EVERY_MODULE if name.endswith("hooks")]
 _TABLES = ["_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"]
 _CONTAINERS = frozenset({list, dict, OrderedDict, defaultdict, Counter, set, deque})
 _LIBRARIES = frozenset({"torch", "numpy", "gradkit", "gradkit_parity", *sys.stdlib_module_names})
-# What an attribute of these types holds is no state: a snapshot passes over it.
+# Attributes of these types hold no state: a snapshot passes over them.
 _PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
-_DEPTH, _LONGEST = 5, 10_000  # what is longer is data, and no state
+_DEPTH, _LONGEST = 5, 10_000  # a longer container is data, and no state
 LARGEST_STATE = 1 << 16  # elements of a tensor; a larger one is data, too
 
 _Attributes: TypeAlias = list[tuple[str, Any]]
@@ -145,10 +145,10 @@ class TensorState:
             if numbers is not None and (
                 _version(tensor) != version or not (by_version or _has_values(tensor, numbers))
             ):
-                with torch.inference_mode(), INSIDE:  # in which its own can be written on
+                with torch.inference_mode(), INSIDE:  # inference tensors can be written on there
                     (tensor if tensor.is_inference() else data).copy_(numbers)
             if was_leaf and not (tensor.is_leaf or tensor._is_view()):
-                tensor.detach_()  # what was written on it has a graph
+                tensor.detach_()  # a value with a graph was written on it
             if tensor.is_leaf and tensor.requires_grad != requires_grad:
                 tensor.requires_grad_(requires_grad)
 
@@ -183,7 +183,7 @@ class ModuleSnapshot:
 
     def __init__(self, module: nn.Module, *, hooks: bool = False) -> None:
         self.module = module
-        self.parts = list(module.named_modules())  # it and all below, once, by the first name
+        self.parts = list(module.named_modules())  # the module, all below, once, by first name
         self._own = [vars(part) for _, part in self.parts]
         self._copies = [*map(dict.copy, self._own)]
         self._values_before = _values_in(self._copies)
@@ -402,7 +402,7 @@ class KeptState:
     def add(self, module: nn.Module, *, hooks: bool = False) -> ModuleSnapshot | None:
         """Put back a module at the end; return its snapshot, None if it has one already."""
         if id(module) in self.snapshots:
-            return None  # of the state at the begin of the outermost call
+            return None  # the state is that of the outermost call's begin
         self._end.enter_context(alone())
         before = self.before.get(id(module))
         snapshot = before or ModuleSnapshot(module, hooks=hooks)
@@ -433,7 +433,7 @@ class KeptState:
         for name, value in buffers.items():
             path, _, key = name.rpartition(".")
             table = module.get_submodule(path)._buffers
-            if (id(table), key) not in self._left:  # what the calls in between leave can be freed
+            if (id(table), key) not in self._left:  # leftovers of the calls in between can be freed
                 self._left.add((id(table), key))
                 self._end.enter_context(undone(partial(table.__setitem__, key, table[key])))
             table[key] = value
@@ -480,11 +480,11 @@ def _new_state(restore: _Restore) -> Iterator[KeptState]:
 @contextmanager
 def modules_put_back(modules: Sequence[nn.Module], *, hooks: bool = False) -> Iterator[None]:
     """Put back all that a block assigns to modules, none of which another thread runs meanwhile."""
-    # Otherwise what a forward pass computes from the tensors of a call would stay in the module: a
-    # weight that a hook makes, a cache. And in a module that is part of another under two names,
+    # A module would keep what a forward pass computes from the tensors of a call: a weight that a
+    # hook makes, a cache. And in a module that is part of another under two names,
     # torch.func.functional_call leaves the tensors of the call as its parameters:
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/utils/stateless.py#L99
-    if torch.compiler.is_compiling():  # it rejects assignments that it cannot undo itself
+    if torch.compiler.is_compiling():  # a trace rejects assignments that it cannot undo itself
         yield
         return
     with _new_state(ModuleSnapshot.restore) as state:
@@ -496,7 +496,7 @@ def modules_put_back(modules: Sequence[nn.Module], *, hooks: bool = False) -> It
 class TensorSlots:
     """Where the parameters and buffers of a module stand, to be replaced by other tensors."""
 
-    # What torch.func.functional_call looks up by name, tensor by tensor, one walk finds for all.
+    # A single walk finds all that torch.func.functional_call looks up by name, tensor by tensor.
 
     def __init__(self, parts: Sequence[tuple[str, nn.Module]]) -> None:
         # A tensor of the module's own, its table, its key there, and its name.

@@ -65,7 +65,7 @@ def _pack(tensor: Tensor, pack: Any, unpack: Any) -> Callable[[], Tensor]:
     if (recompute := _recompute_of(tensor)) is not None:
         shape = tensor.size(), tensor.stride(), tensor.storage_offset()
         return partial(_recomputed_view, recompute, *shape)
-    if pack is not None:  # of the hooks around ours, as of a checkpoint of the whole call
+    if pack is not None:  # hooks are around ours, as a checkpoint's of the whole call
         return partial(unpack, pack(tensor))
     return partial(_unchanged, tensor, tensor._version)
 
@@ -100,6 +100,6 @@ def _recompute_of(tensor: Tensor) -> Recompute | None:
         return None
     try:
         _, dtype, recompute = _recomputed[storage_key(tensor)]
-    except (KeyError, NotImplementedError, RuntimeError):  # of subclasses, without a storage
+    except (KeyError, NotImplementedError, RuntimeError):  # subclasses may have no storage
         return None
     return recompute if dtype == tensor.dtype else None

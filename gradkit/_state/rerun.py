@@ -33,7 +33,7 @@ def checksums(outputs: Sequence[Tensor]) -> Checksums:
         for x in outputs:
             x = local_tensor(x.detach())
             if x.is_floating_point() and x.numel():
-                # In half precision a sum could not tell a change from rounding.
+                # A sum in half precision could not tell a change from rounding.
                 x = x.flatten().to(torch.promote_types(x.dtype, torch.float32))
                 groups.setdefault((x.device, x.dtype), []).append(x)
         return {key: _checksums(group) for key, group in groups.items()}
@@ -47,7 +47,7 @@ def _checksums(xs: list[Tensor]) -> Tensor:
     return torch.stack(sums).view(2, len(xs)).t()
 
 
-# On the CPU a ramp takes longer than the rest. Elsewhere, other streams would have to wait for it.
+# A ramp takes longer on the CPU than the rest. Elsewhere, other streams would have to wait for it.
 _ramps: dict[tuple[int, torch.dtype], Tensor] = {}
 _MOST_RAMPS, _LONGEST_RAMP = 16, 1 << 18
 
@@ -68,7 +68,7 @@ def _ramp(x: Tensor) -> Tensor:
 
 def _differs(first: Tensor, second: Tensor) -> Tensor:
     """Return, on the device, whether some checksums of two runs differ."""
-    # Equal up to what a parallel sum may change; nan where the loss has diverged.
+    # Checksums are equal up to what a parallel sum may change, or both nan: the loss has diverged.
     size = first.abs().nan_to_num().amax(1, keepdim=True)
     gap = (first - second).abs()
     is_close = gap.isfinite() & (gap <= 1e3 * torch.finfo(first.dtype).eps * size)
@@ -132,7 +132,7 @@ _of_passes: WeakValueDictionary[int, Differences] = WeakValueDictionary()
 @contextmanager
 def as_second_run(first: Checksums, around: SecondRun | None) -> Iterator[SecondRun]:
     """Run the block as a second run; `around` is the one in which its first run was, if any."""
-    # What a second run made may be differentiated after it, in a pass of its own.
+    # The results of a second run may be differentiated after it, in a pass of their own.
     is_inner = around is not None and around.is_open
     differences = around.differences if around is not None and is_inner else _of_this_pass()
     run = SecondRun(first, differences)
@@ -147,7 +147,7 @@ def as_second_run(first: Checksums, around: SecondRun | None) -> Iterator[Second
         try:
             yield run
         except Exception:
-            differences.read()  # which is the reason, if a run differs
+            differences.read()  # a run that differs is the reason
             raise
     if autograd.current_pass() == _NO_PASS:
         differences.read()  # a node that was called by hand
@@ -288,7 +288,7 @@ class _StorageWrites(autograd.TorchDispatchMode):  # type: ignore[no-untyped-cal
         for result in out if isinstance(out, tuple | list) else (out,):
             if not isinstance(result, Tensor):
                 continue
-            if not written:  # what is written is returned, often
+            if not written:  # a tensor that is written is returned, often
                 self.made[id(result)] = ref(result)
             if allocates and result.layout == torch.strided:
                 self._known.add(autograd.storage_key(result))
@@ -318,7 +318,7 @@ def recording_writes() -> Iterator[None]:
         yield
         return
     with undone(partial(_writes_of_run.set, writes)), writes, INSIDE:
-        _writes_of_run.set(None)  # what runs inside is recorded already
+        _writes_of_run.set(None)  # the code inside is recorded already
         yield
 
 

@@ -54,7 +54,7 @@ class Snapshot:
             stack.enter_context(undone(partial(_restore_python_states, *others)))
             stack.enter_context(grads_put_back(self.leaves))
             stack.enter_context(grad_dtypes_put_back(self.leaves))
-            # Before `.grad`, which must fit.
+            # The tensors are back before `.grad`, which must fit them.
             stack.enter_context(undone(self._state.restore))
             stack.enter_context(modules_put_back(self.modules, hooks=True))
             yield
@@ -70,7 +70,7 @@ class Snapshot:
 @contextmanager
 def put_back(*functions: object) -> Iterator[None]:
     """Put back what modules of the user's functions keep; everything, if the block raises."""
-    # Nested, what they keep is put back by the block around.
+    # The block around puts back what nested ones keep.
     if torch.compiler.is_compiling():
         yield
         return

@@ -1,6 +1,6 @@
 """Reads of what a module has kept from a pass with other parameters: constants, silently."""
 
-# This file stands apart from that of the modules' state, which needs no graphs.
+# The modules' state needs no graphs: it has a file of its own.
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def stale_reads_refused(
     substitutes: Mapping[int, Tensor] | None = None,
 ) -> AbstractContextManager[object]:
     """Return what raises where a module reads what a pass with other params has left in it."""
-    # In a `state`, calls have made some tensors, with params that need not be the `given` ones.
+    # Calls have made some tensors in a `state`, with params that need not be the `given` ones.
     # Others are from before it, or have `substitutes`, by id.
     every = list(snapshots)
     if not any(one.tensors for one in every):
@@ -73,7 +73,11 @@ def stale_reads_refused(
     of_modules = {} if state is None else state.made
     made = {k: x for one in every for k, x in of_modules.get(id(one.module), {}).items()}
     left = {key: pair for one in every for key, pair in one.tensors.items()}
-    kept = {k: (path, x) for k, (path, x) in left.items() if k in made or _is_of_a_pass(x)}
+    kept = {
+        key: (path, x)
+        for key, (path, x) in left.items()
+        if key in made or (x.requires_grad and not x.is_leaf) or is_of_ended_transform(x)
+    }
     for key, tensor in (substitutes or {}).items():
         if key in kept:
             kept[id(tensor)] = kept[key]
@@ -90,7 +94,3 @@ def stale_reads_refused(
         return not replaced.isdisjoint(Subgraph([tensor]).leaves)
 
     return _StaleReads(kept, is_stale) if kept else INSIDE
-
-
-def _is_of_a_pass(tensor: Tensor) -> bool:
-    return (tensor.requires_grad and not tensor.is_leaf) or is_of_ended_transform(tensor)

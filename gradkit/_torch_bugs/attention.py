@@ -31,7 +31,7 @@ Tensors: TypeAlias = tuple[Tensor, ...]
 
 def lacks_derivative(more: int = 0) -> bool:
     """Return whether fused kernels lack a derivative that is taken here, or `more` Grads around."""
-    # Where eager code differentiates a gradient again, the kernel's node has its formula.
+    # The kernel's node has its formula where eager code differentiates a gradient again.
     stack = derivatives_around()
     return FORWARD in stack or stack.count("Grad") + more > 1
 
@@ -68,7 +68,7 @@ def attention(
     length, keys = query.size(-2), key.size(-2)
     mask = attn_mask[None] if attn_mask is not None and attn_mask.dim() == 1 else attn_mask
     rows = CHUNK * length // max(1, query.shape[:-1].numel() * keys)
-    if dropout_p or rows >= length:  # what is dropped is drawn at once, as in eager code
+    if dropout_p or rows >= length:  # dropout is drawn at once, as in eager code
         given = (query, key, value) if mask is None else (query, key, value, mask)
         return formula(*given, causal_from=0 if is_causal else None)[0]
     results: list[Tensor] = []

@@ -52,12 +52,12 @@ def prelu(operation: Operation, input: Tensor, weight: Tensor) -> Any:
     """Return what torch.prelu does."""
     channels = input.shape[1] if input.dim() > 1 else 1
     if input.is_complex() or input.dtype != weight.dtype or weight.numel() not in {1, channels}:
-        return operation(input, weight)  # which raises
-    if weight.numel() != 1:  # one for each channel
+        return operation(input, weight)  # torch raises
+    if weight.numel() != 1:  # each channel has a weight
         weight = weight.reshape(-1, *[1] * (input.dim() - 2))
     elif weight.dim() > input.dim():
         weight = weight.reshape(())
-    input = input.clone()  # which has the strides of the result
+    input = input.clone()  # a clone has the strides of the result
     return torch.where(input > 0, input, input * weight)
 
 
@@ -94,7 +94,7 @@ def logcumsumexp(operation: Operation | None, input: Tensor, dim: int) -> Tensor
     # jvp: https://github.com/pytorch/pytorch/issues/196705
     if not input.dim():
         return input.clone()
-    least = torch.finfo(input.dtype).min  # of -inf beside -inf the difference would be nan
+    least = torch.finfo(input.dtype).min  # -inf beside -inf would have a difference of nan
     sums, count = input.masked_fill(input == -torch.inf, least).movedim(dim, -1), 1
     while count < sums.shape[-1]:  # each is the sum over so many elements, or over all before
         pairs = torch.stack([sums[..., count:], sums[..., :-count]])
@@ -107,7 +107,7 @@ def logcumsumexp(operation: Operation | None, input: Tensor, dim: int) -> Tensor
 
 
 def differences(x: Tensor, y: Tensor | None = None) -> Tensor:
-    """Return those of every row of one matrix and every row of another, or of pairs of its own."""
+    """Return the differences of each row of a matrix and each of another, or of its own pairs."""
     if y is not None:
         return x[..., :, None, :] - y[..., None, :, :]
     first, second = torch.triu_indices(len(x), len(x), 1, device=x.device)
@@ -152,7 +152,7 @@ def xlogy(operation: Operation, input: Any, other: Any, **kwargs: Any) -> Tensor
 
 
 def ctc_loss(operation: Operation, *args: Any, **kwargs: Any) -> Tensor:
-    """Return what it does; torch's rule has what a log_softmax below would take off again."""
+    """Return what ctc_loss does; torch's rule has a term that a log_softmax below takes off."""
     names = "log_probs targets input_lengths target_lengths blank reduction zero_infinity"
     given = {"reduction": "mean", **by_name(names, args, kwargs)}
     each = given | {"reduction": "none" if isinstance(given["reduction"], str) else 0}
@@ -198,8 +198,8 @@ def _orthogonal(a: Tensor, u: Tensor, v: Tensor) -> Tensor:
     # The power -1/2 of 1 + square, which is zero here: all of its derivatives up to the fifth.
     last = shrunk @ (ones - square / 2 + 3 / 8 * square @ square)
     change, is_finite = last - last.detach(), last.detach().isfinite()
-    if not _nowhere(~is_finite):  # of a singular matrix the value is torch's, the derivative nan
-        lost = (0 * a.abs().sum() + is_finite.all()).sqrt()  # of zero, if any is
+    if not _nowhere(~is_finite):  # a singular matrix has torch's value, a derivative of nan
+        lost = (0 * a.abs().sum() + is_finite.all()).sqrt()  # the root of zero, if any is
         change = torch.where(is_finite, change, lost.to(change.dtype))
     last = u[..., rank:] + change
     looked_at = [] if order_of(a) == 1 else [True]
@@ -245,7 +245,7 @@ def linspace(
     ends = [x.detach() if isinstance(x, Tensor) else x for x in (start, end)]
     exact: Tensor = operation(*ends, steps, **options | ({} if base is None else {"base": base}))
     along = torch.linspace(0, 1, steps, device=exact.device)
-    # Without device=, torch makes them on the CPU, wherever the ends are.
+    # torch makes the points on the CPU without device=, wherever the ends are.
     start, end = (x.to(exact.device) if isinstance(x, Tensor) else x for x in (start, end))
     points = start + (end - start) * along.to(torch.promote_types(exact.dtype, along.dtype))
     same = (points if base is None else base**points).to(exact.dtype)
@@ -271,7 +271,7 @@ def det(operation: Operation, *args: Any, **kwargs: Any) -> Tensor:
         fix = "value_and_grads(..., create_graph=True), eagerly, of a matrix that is not singular"
         raise UnsupportedGraphError(message("torch.linalg.det", expected, got, fix))
     constant = matrix.detach()
-    finite = torch.where(constant.isfinite(), constant, 0)  # of others there is no decomposition
+    finite = torch.where(constant.isfinite(), constant, 0)  # other matrices have no decomposition
     left, singular, right = torch.linalg.svd(finite)
     change = left.mH @ (matrix - constant) @ right.mH  # zero, to be differentiated
     near = torch.diag_embed(singular).to(matrix.dtype) + change
@@ -311,7 +311,7 @@ def _det_of_four(matrix: Tensor) -> Tensor:
 
 def _torch_is_right(matrix: Tensor, value: Tensor) -> bool:
     """Return whether no matrix is known to be singular, in a first derivative by torch.func."""
-    # Inside torch.func, and below any dispatch mode, torch differentiates the gradient by a
+    # torch differentiates the gradient inside torch.func, and below any dispatch mode, by a
     # decomposition, which is wrong at equal singular values.
     if not (_is_on_host(value) and derivatives_around()) or order_of(matrix) > 1:
         return False
@@ -339,7 +339,7 @@ def order_of(tensor: Tensor) -> int:
 def prod(operation: Operation, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Return what torch.prod does."""
     value: Tensor = operation(input, *args, **kwargs)
-    if not (input.dim() and value.numel()):  # what is given, or nothing
+    if not (input.dim() and value.numel()):  # the result is what is given, or nothing
         return value
     dim = args[0] if args else kwargs.get("dim")
     x = input.to(value.dtype)
@@ -412,7 +412,7 @@ def scatter_reduce(
 
 
 def _has_no_zeros(src: Tensor) -> bool:
-    """Return whether torch's rule for products is right, but for forward mode's, which never is."""
+    """Return whether torch's rule for products is right; its rule of forward mode never is."""
     return _is_on_host(src) and FORWARD not in transforms() and bool((src.detach() != 0).all())
 
 
@@ -464,14 +464,14 @@ def index_reduce(
     return with_value(value, result.reshape(value.shape))
 
 
-_TERMS = 13  # of each series: the rest is smaller than rounding, in high derivatives, too
+_TERMS = 13  # a series' rest is smaller than rounding, in high derivatives, too
 
 
 def near_zero(bessel: int | None, operation: Operation, input: Tensor) -> Tensor:
     """Return what torch.i0, i1 and sinc (None) do; near zero by series: torch's rules cancel."""
     value: Tensor = operation(input)  # https://github.com/pytorch/pytorch/issues/196703
     is_small = input.detach().abs() < 0.25
-    if value.dtype != input.dtype or _nowhere(is_small):  # of integers
+    if value.dtype != input.dtype or _nowhere(is_small):  # integers have another dtype
         return value
     x, series = torch.where(is_small, input, 0), torch.ones_like(input)
     square = -(math.pi * x).square() if bessel is None else (x / 2).square()
@@ -574,7 +574,7 @@ def gaussian_nll_loss(operation: Operation, *args: Any, **kwargs: Any) -> Tensor
     given = by_name("input target var full eps reduction", args, kwargs)
     if isinstance(given["var"], Tensor):
         constant, eps = given["var"].detach(), given.get("eps", 1e-6)
-        clamped = torch.where(constant < 0, constant, constant.clamp_min(eps))  # it refuses those
+        clamped = torch.where(constant < 0, constant, constant.clamp_min(eps))  # negatives raise
         given["var"] = clamped + (given["var"] - constant)
     result: Tensor = operation(**given)
     return result

@@ -77,7 +77,7 @@ def missing_derivative(error: BaseException) -> Reason | None:
         if text in str(error):
             return _EXPECTED, f"{got}, which has none", fix
     forward = _FORWARD.search(str(error))
-    if forward is not None:  # one of aten:: has no derivative in either mode
+    if forward is not None:  # an operator of aten:: has no derivative in either mode
         name = _ALIASES.get(forward[2], forward[2])
         return _without_any(name) if forward[1] or name in _KNOWN else None
     missing = _MISSING.search(str(error))

@@ -113,7 +113,7 @@ class OpMonitor(TorchFunctionMode):
         super().__init__()
         self.more = more  # derivatives that gradkit takes of the first
         self._per_sample = per_sample  # fn is for one sample: train-mode batch norm raises
-        self._writes = writes  # what fn writes on tensors from outside is written on copies
+        self._writes = writes  # copies get what fn writes on tensors from outside
         self.outer = derivatives_around()
         self.is_nested = bool(transforms())
         self._watch: BeforeOperation | None = None  # in a function of eager code
@@ -124,16 +124,16 @@ class OpMonitor(TorchFunctionMode):
         self._wrong_derivative: list[str] = []
         self._wrong_outside: list[str] = []
         self._tangents_from = 0  # the level of a jvp around the function; 0 for none
-        self._level = 0  # that of the innermost transform around it
+        self._level = 0  # the innermost transform's around it
         self._traced = -1  # how many operations torch.compile had traced before
         self._watches = False  # whether this sees what it traces
 
     def noting(self) -> AbstractContextManager[object]:
         """Return what notes the operations of a block."""
-        if torch.compiler.is_compiling():  # which would compile again for each count
+        if torch.compiler.is_compiling():  # a trace would compile again for each count
             functions_traced()
             self._traced = operations_traced()
-            # In forward mode, torch.compile fails at some operations before they can be looked at.
+            # torch.compile fails at some operations of forward mode before they can be looked at.
             self._watches = FORWARD in derivatives_around() or is_watched()
             return self if self._watches else INSIDE
         return self._counted()
@@ -175,9 +175,9 @@ class OpMonitor(TorchFunctionMode):
     @leave_uncompiled
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, unless it has a known bug here."""
-        # What torch.cond calls is traced: torch's compiler cannot look up all functions in a set.
+        # torch.cond has its calls traced: torch's compiler cannot look up all functions in a set.
         if self._watch is None or _is_traced():
-            if func is Tensor.unflatten:  # it calls `super()`, which torch.compile cannot trace
+            if func is Tensor.unflatten:  # calls `super()`, which torch.compile cannot trace
                 return args[0].unflatten(*args[1:], **(kwargs or {}))
             name = traced_by_formula(func) if self._traced >= 0 else None
             if name is not None:
@@ -186,9 +186,9 @@ class OpMonitor(TorchFunctionMode):
         if func in _ordinary and not (kwargs and _may_write(**kwargs)):
             if self._is_outermost or types:
                 return func(*args, **kwargs) if kwargs else func(*args)
-            with without_function_modes():  # those around are monitors, too: half of the time
+            with without_function_modes():  # all around are monitors, too: half of the time
                 return func(*args, **kwargs) if kwargs else func(*args)
-        if not transforms():  # in which torch refuses what is outside
+        if not transforms():  # a transform refuses what is outside
             watched = self._watch(func, args, kwargs or {})
             if watched is not None:
                 args = watched
@@ -229,7 +229,7 @@ class OpMonitor(TorchFunctionMode):
         if watched and self._watch is not None and torch.is_grad_enabled():
             written += foreign.constants_written_on(func, args, kwargs)
         if self._writes is not None:
-            if constants:  # what is written keeps its own tangents
+            if constants:  # a tensor that is written keeps its own tangents
                 args = (*args[:1], *pytree.map_tensors(self._constant, args[1:]))
             result = self._writes.run(func, args, kwargs or {})
         else:
@@ -238,9 +238,8 @@ class OpMonitor(TorchFunctionMode):
             foreign.refuse_dropped(func, (args, kwargs), result, written)
         elif name == FUNCTION and not torch.compiler.is_compiling():
             note_labels(result, args[1:])
-        if name != BACKWARD_PASS or not (kwargs or {}).get("create_graph"):
-            return result
-        if torch.compiler.is_compiling():
+        has_graph = name == BACKWARD_PASS and (kwargs or {}).get("create_graph")
+        if not has_graph or torch.compiler.is_compiling():
             return result
         # The gradient of a linear function has no graph, as one that the user's code has cut.
         roots = [x for x in map(unbatched, pytree.tensors(args[0])) if x.requires_grad]
@@ -256,7 +255,7 @@ class OpMonitor(TorchFunctionMode):
             return True
         if not bug.wrong_now(call.differentiated_by_eager_code()):
             return False
-        # Wrong if eager code differentiates what the function gives; torch.compile cannot tell.
+        # A derivative is wrong if eager code takes one of the result; torch.compile cannot tell.
         tensors = [x for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor)]
         return torch.compiler.is_compiling() or any(map(recorded_outside, tensors))
 
@@ -359,7 +358,7 @@ class OpMonitor(TorchFunctionMode):
 
     def why_not_batched(self, loss: Tensor) -> str | None:
         """Return why a vmapped backward pass from a loss would be wrong, or None if it is right."""
-        if torch.compiler.is_compiling():  # which shows no graph
+        if torch.compiler.is_compiling():  # a trace shows no graph
             self.check_traced(batches=True)
         else:
             self.note_graph(Subgraph([loss]))
@@ -379,7 +378,7 @@ class ForwardMonitor(TorchFunctionMode):
         super().__init__()
         self._alone = first is not None  # what `monitor_around` a first run had; none sees this one
         self.more, self.outer = first or (0, ())  # as in `OpMonitor`
-        self._blocks = 1  # that have not ended; torch.compile cannot trace a property here
+        self._blocks = 1  # the open ones; torch.compile cannot trace a property here
 
     @leave_uncompiled
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -420,7 +419,7 @@ def watched_again(first: table.Stack, monitor: tuple[int, table.Stack] | None) -
         stack.enter_context(as_in_first_run(first))
         if monitor is not None:
             _active.count = before + 1
-            for one in seeing:  # which see what is around the second run
+            for one in seeing:  # modes that see what is around the second run
                 stack.enter_context(undone(partial(setattr, one, "outer", one.outer)))
                 one.outer = monitor[1]
         # A monitor does not see what the rule of a Function that it runs calls.
@@ -471,7 +470,7 @@ def _refuse(name: str) -> NoReturn:
 # off while it runs one, and a jvp around it loses its own tangents there:
 # https://github.com/pytorch/pytorch/issues/197867
 def _with_differentiated_jvp(args: Sequence[Any]) -> Any:
-    """Return a Function, the first argument, whose jvp is differentiated where others need that."""
+    """Return the first argument, a Function, with a jvp that others can differentiate if needed."""
     function, *given = args
     stack = derivatives_around()
     if function in _made or FORWARD not in stack:
@@ -497,7 +496,7 @@ _made: WeakSet[Any] = WeakSet()
 
 
 def _made_differentiable(function: Any) -> Any:
-    """Return a Function that does the same, with forward mode on where torch switches it off."""
+    """Return a Function with the same results, for which forward mode stays on in its jvp."""
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         # The tangents of the level whose jvp is about to run are no part of what that computes.
@@ -508,7 +507,7 @@ def _made_differentiable(function: Any) -> Any:
             given[id(result)] = tensor
             return result
 
-        mark_dirty: Any = WeakMethod(ctx.mark_dirty)  # its node would else refer to itself
+        mark_dirty: Any = WeakMethod(ctx.mark_dirty)  # a node would else refer to itself
         ctx.mark_dirty = lambda *xs: mark_dirty()(*[given.get(id(x), x) for x in xs])
         with torch.enable_grad(), forward_mode_on(), DifferentiatedJvps(), INSIDE:
             function.setup_context(ctx, pytree.map_tensors(primal, inputs), output)

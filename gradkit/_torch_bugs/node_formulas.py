@@ -117,7 +117,7 @@ class _ByFormula:
 
 def _refuse_changed(node: Any, grads: Cotangents, cotangent: Tensor) -> None:
     """Raise if a hook of the user's on a node has changed its gradients: no formula has that."""
-    made = node(cotangent)  # with a graph: without one, torch takes another kernel for some
+    made = node(cotangent)  # needs a graph: without one, torch takes another kernel for some
     with torch.no_grad(), INSIDE:
         for ours, grad in zip(made if isinstance(made, tuple) else (made,), grads, strict=True):
             if (ours is None) is not (grad is None) or (

@@ -46,7 +46,7 @@ class OpCall:
     kwargs: Mapping[str, Any]
     functional: bool  # of torch.nn.functional, whose arguments have another order
     stack: Stack  # the transforms around it
-    outer: Stack  # those of them around the monitor
+    outer: Stack  # the transforms around the monitor
     in_graph: bool = False  # a node tells of it, not its arguments
 
     def argument(self, position: int, name: str) -> Any:
@@ -59,7 +59,7 @@ class OpCall:
 
     def is_seen_by(self, stack: Stack) -> bool:
         """Return whether an argument is batched, or has a derivative, as transforms ask for."""
-        if self.in_graph or torch.compiler.is_compiling():  # which cannot tell
+        if self.in_graph or torch.compiler.is_compiling():  # a trace cannot tell
             return True
         tensors = pytree.tensors((self.args, self.kwargs))
         if transforms.DERIVATIVES.isdisjoint(stack):
@@ -86,8 +86,8 @@ class Defect:
 
     names: str
     issues: str = ""  # their numbers on torch's tracker; none if it is not reported
-    fix: str = ""  # what an error says to write in its place
-    formula: Callable[..., Any] | None = None  # what runs in its place, given the operation first
+    fix: str = ""  # the replacement that an error names
+    formula: Callable[..., Any] | None = None  # runs in its place, given the operation first
     # Whether a call is concerned, by the transforms of a row.
     when: Callable[[OpCall, Stack], bool] = lambda call, stack: True
     # The transforms under which it is wrong where the sweep does not look: it tries operations that
@@ -228,7 +228,7 @@ def _reduction(node: Node, create_graph: bool, _: bool, *, src: str) -> str | No
     reduce, (dim,) = saved(node, "reduce"), saved_ints(node, "dim")
     given = (saved(node, name) for name in ("self", "index", src, "result"))
     input, index, source, result = map(torch.atleast_1d, given)
-    if src == "source":  # of index_reduce, whose indices are those of one dimension
+    if src == "source":  # index_reduce has the indices of one dimension
         index = index.reshape(-1, *[1] * (source.dim() - 1)).movedim(0, dim).expand_as(source)
     if reduce == "prod" and create_graph:
         zeros = (source[tuple(map(slice, index.shape))] == 0).to(result.dtype)
@@ -278,7 +278,7 @@ _DENSE = "make it dense: torch.zeros(size).index_put(tuple(indices), values, acc
 _OF_DET = "192540 192521 196696 104675 80761"
 _TIES = "a largest distance of several coordinates, each of which torch gives the whole gradient"
 _dropped = partial(Defect, also=_FIRST, drops=True)
-# What torch's tracker has of them: https://github.com/pytorch/pytorch/issues/198017.
+# torch's tracker has reports of them: https://github.com/pytorch/pytorch/issues/198017.
 ROWS = (
     Defect("as_strided_scatter", fix="index_put, or torch.where"),
     Defect("cdist", fix="(a[..., :, None, :] - b[..., None, :, :]).norm(dim=-1)",

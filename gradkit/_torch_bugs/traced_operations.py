@@ -80,7 +80,7 @@ def batch_norm(
     dims = [0, *range(2, input.dim())]
     scale = _of_channels(input, weight, bias)
     if training:
-        if running_mean is not None:  # by the operation, of constants: no derivative counts there
+        if running_mean is not None:  # the operation's, of constants: no derivative counts there
             constants = input.detach(), running_mean, running_var, None, None, True, momentum, eps
             operation(*constants)
         return _normalized(input, dims, eps, *scale)
@@ -220,7 +220,7 @@ def wrong_unseen(count: int, watches: bool, more: int, batches: bool) -> str | N
     return None
 
 
-# What torch.compile traces in place of `x ** y`.
+# torch.compile traces these in place of `x ** y`.
 _OPERATORS = {operator.pow: "pow", operator.ipow: "pow"}
 
 
@@ -231,15 +231,12 @@ def _is_to_be_watched(func: Any, call: table.OpCall, more: int, batches: bool) -
         return True
     if name == ATTENTION:
         return attention.lacks_derivative(more)
-    rows = [
-        row
-        for row in (table.BY_FORMULA.get(name or ""), table.REFUSED.get(name or ""))
-        if row is not None
-    ]
+    rows = table.BY_FORMULA.get(name or ""), table.REFUSED.get(name or "")
     return any(
         batches
         or BATCH in call.stack
         or row.wrong_now(call)
         or row.wrong_now(call.differentiated_by_eager_code())
         for row in rows
+        if row is not None
     )

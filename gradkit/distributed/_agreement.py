@@ -35,7 +35,7 @@ class Group(NamedTuple):
     call: str  # the public call, for errors
     rank: int
     size: int
-    device: torch.device  # where the messages of agreements are sent from
+    device: torch.device  # the device that sends the messages of agreements
 
     @property
     def this_rank(self) -> str:
@@ -141,7 +141,7 @@ class GradSpec(NamedTuple):
         return f"{with_article(kind)} tensor of shape {self.shape} on {self.device}{graph}"
 
 
-# One description for each gradient, of one rank or agreed by all; None where there is none.
+# A description for each gradient, of one rank or agreed by all; None where there is none.
 Specs: TypeAlias = tuple[GradSpec | None, ...]
 
 
@@ -252,7 +252,7 @@ def agree_in_all(
             errors.append(error)
     if errors:
         raise errors[0]
-    return read_once()[0]  # without a group there is no parameter, and `read` raises
+    return read_once()[0]  # no group means no parameter: `read` raises
 
 
 def report_failure(group: Group) -> None:

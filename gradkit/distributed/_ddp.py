@@ -229,7 +229,9 @@ def _reduce(
     group: Group, hooked: _Replicas, local: LocalGrads, specs: Specs, *, in_place: bool = False
 ) -> list[Tensor | None]:
     """Return the means over the ranks, by the communication hooks of modules that have one."""
-    bucketed = [_bucketed_params(module) for module in hooked]
+    # The reducer's buckets have the parameters that were trained when the module was wrapped.
+    buckets = map(distributed.zero_buckets, hooked)
+    bucketed = [{id(param) for bucket in each for param in bucket.parameters()} for each in buckets]
     without_hook = specs
     if hooked:
         by_hook, pairs = set().union(*bucketed), zip(local.templates, specs, strict=True)
@@ -265,12 +267,6 @@ def _check_comm_hooks(
     expected = "dense gradients without a graph, one a parameter, for a communication hook"
     fix = "leave out the hook, or reduce with gradkit.distributed.all_reduce"
     raise UnsupportedGraphError(message("the module", expected, got, fix))
-
-
-def _bucketed_params(module: DistributedDataParallel) -> set[int]:
-    """Return the ids of the parameters in the reducer's buckets: those trained when wrapped."""
-    buckets = distributed.zero_buckets(module)
-    return {id(param) for bucket in buckets for param in bucket.parameters()}
 
 
 def _reduce_by_hook(

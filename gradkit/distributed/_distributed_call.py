@@ -40,7 +40,7 @@ class DistributedCall:
     create_graph: bool
     retain: bool  # whether the graph is kept
     weights: PyTree = None
-    part: Hashable = None  # which rows these are, where the call runs a few rows at a time
+    part: Hashable = None  # the rows of the call, if it runs a few at a time
     losses_to_run: Callable[[Losses], Losses] = lambda losses: losses  # checked once more
 
     def read(self) -> tuple[Losses, Params]:

@@ -44,7 +44,7 @@ def run(
     groups = distributed.groups_of(states)
     shards = [shard.sharded_param for shard in distributed.shards_of(groups)]
     ranks = require_groups(modules, call.name)
-    # In the groups of all mesh dimensions: if one rank raises, all raise.
+    # The groups of all mesh dimensions agree: if one rank raises, all raise.
     plan = agree_in_all(ranks, partial(_make_plan, call, groups), same_reach=True)
     written = plan.shards if reduced else ()
     runner = partial(
@@ -175,7 +175,7 @@ class _ShardedRunner(PassRunner):
     """A runner whose gradients are what a backward pass leaves in `.grad`."""
 
     shards: Sequence[Tensor]  # the sharded parameters of the variables; none: not to be reduced
-    all_shards: Sequence[Tensor]  # those whose `.grad` a pass may write
+    all_shards: Sequence[Tensor]  # the shards whose `.grad` a pass may write
     states: Sequence[Any]  # of the modules
     group: Group
 

@@ -106,7 +106,7 @@ class _Buckets:
     def __init__(self, rows: JacobianRows, group: Group, order: Sequence[int], size: int) -> None:
         self._group, self._size = group, size
         self._variables = rows.params.variables
-        self.product = rows.zeros(size, size)  # of all that was sent
+        self.product = rows.zeros(size, size)  # the products of all that was sent
         self._buckets = _bucketed(self._variables, order, size)
         self._arrived: dict[int, Tensor] = {}
         self._lock = RLock()  # a pass has a thread for each device

@@ -166,7 +166,7 @@ class LocalGrads:
 
     grads: Sequence[Tensor | None]
     templates: Sequence[Tensor | None]  # give the results their strides
-    invariants: RankInvariants  # what else ranks must have in common
+    invariants: RankInvariants  # facts that ranks must have in common, too
     path: Callable[[int], str]  # of a gradient, for errors
 
 
@@ -332,8 +332,8 @@ class ReductionPlan(NamedTuple):
     """What ranks have agreed to sum, and expect to sum again in the next call like it."""
 
     own: Specs  # of this rank's gradients
-    common: Specs  # of those of all ranks together
-    digest: Digest  # of these
+    common: Specs  # the specs of all ranks together
+    digest: Digest  # the digest of both
 
     @property
     def first(self) -> Bucket:

@@ -179,7 +179,8 @@ def capture_grads(params: PyTree) -> Iterator[Captured]:
         except RuntimeError as error:
             refuse_checkpoint_error(error, "capture_grads")
             raise
-        grads += [_without_base(leaf.grad) for leaf in leaves]
+        # A view of a buffer is copied, as the former `.grad` may be one, too.
+        grads += [x if x is None or x._base is None else x.clone() for x in map(_grad, leaves)]
     by_leaf = {id(leaf): _owned([grads.pop()], leaf) for leaf in reversed(leaves)}
     placed: list[Tensor | None] = []
     for leaf in opened.leaves:
@@ -187,11 +188,6 @@ def capture_grads(params: PyTree) -> Iterator[Captured]:
         tied = any(grad is other for other in placed)
         placed.append(grad.clone() if tied and grad is not None else grad)
     captured.grads = pytree.unflatten(opened.spec, placed)
-
-
-def _without_base(grad: Tensor | None) -> Tensor | None:
-    """Copy a `.grad` that is a view of a buffer, as the former `.grad` may be, too."""
-    return grad if grad is None or grad._base is None else grad.clone()
 
 
 def _owned(only: list[Tensor | None], leaf: Tensor) -> Tensor | None:

@@ -26,7 +26,7 @@ from gradkit._core.ownership import PLAIN_TYPES, empty_for, is_laid_out
 from gradkit.errors import OptionError, StructureError, UnsupportedOptimizerError, describe, message
 
 MUL: Any = node_type("MulBackward0")  # of `loss * scale`
-# What the sum of several losses, or a part of one, may end with; and a sum of them in a stack.
+# The nodes that end a sum of losses, or a part of one (TERMS), and a sum of a stack (REDUCED).
 TERMS = {MUL, *(node_type(f"{name}Backward0") for name in ("Add", "Sub", "Div", "Neg"))}
 REDUCED = {node_type("SumBackward0"), node_type("MeanBackward0")}
 STACKED: Any = node_type("StackBackward0")
@@ -76,7 +76,7 @@ def _has_scale(node: Any, scaler: GradScaler | None) -> bool:
         return scaler is not None and 1 < factor.item() == scaler.get_scale()
     if factor.dtype != torch.float32:
         return False
-    # For a list of losses torch saves a copy of the scale. A scale of 1 does no harm.
+    # torch saves a copy of the scale for a list of losses. A scale of 1 does no harm.
     scales = [one._scale for one in [*_living_scalers(), scaler] if one and one._scale is not None]
     is_one = any(factor is scale for scale in scales)
     return is_one or any(1 != factor.item() == scale.item() for scale in scales)
@@ -87,7 +87,7 @@ def _living_scalers() -> list[GradScaler]:
     # All objects of the process are gone through once: a scaler refers to its class.
     global _scalers
     kinds: list[Any] = [GradScaler]
-    for kind in kinds:  # which grows meanwhile
+    for kind in kinds:  # the list grows meanwhile
         kinds += kind.__subclasses__()
     counts, scalers = [*map(getrefcount, kinds)], [known() for known in _scalers[1]]
     if counts != _scalers[0] or None in scalers:
@@ -145,7 +145,7 @@ values_of: Any = methodcaller("values")
 params_of, flags_of = itemgetter("params"), methodcaller("get", "fused")
 dtype_of, device_of = attrgetter("dtype"), attrgetter("device")
 _ONE_NUMBER = frozenset({"step", "mu_product", "eta", "mu"})
-# These states have the parameter's shape; torch's lerp_ takes its own dtype only.
+# States of these names have the parameter's shape; torch's lerp_ takes its own dtype only.
 _LERPED = frozenset({"exp_avg", "grad_avg", "variance", "row_var", "col_var"})
 _SHAPED = _LERPED | {
     "momentum_buffer", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "sum",

@@ -130,7 +130,7 @@ def step_by_kernels(optimizer: Any, grads: Sequence[Tensor | None], *, may_write
     for group in groups:
         stop = start + len(group["params"])
         some = grads if len(groups) == 1 else grads[start:stop]
-        # All are made before the first is run.
+        # Every call is made before the first is run.
         if not _add_calls(calls, kernel, group, some, optimizer.state, may_write):
             return False
         start = stop
@@ -166,7 +166,7 @@ def _add_calls(
     if lists is None:
         return False
     is_fused = group.get("fused")
-    if is_fused:  # its kernels pair memory, and tell no graph what they write on
+    if is_fused:  # the kernels pair memory, and tell no graph of writes
         laid_out = [some for some, name in zip(lists, names, strict=True) if name not in _UNPAIRED]
         if not all(_are_paired(params, some) for some in (params, grads, *laid_out)):
             return False
@@ -177,16 +177,16 @@ def _add_calls(
     options |= dict.fromkeys(kernel.fixed, False)
     foreach, chosen = group["foreach"], False
     if foreach is None and not is_fused and set(map(_device, params)) == _CPU:
-        # One parameter at a time, as torch chooses there; or the foreach kernels.
+        # The CPU takes one parameter at a time, as torch chooses there; or the foreach kernels.
         foreach = chosen = (
             len(params) > _FEW
             and {*map(_dtype, params), *map(_dtype, grads)} in _FOREACH_DTYPES
             and (may_write or not group.get("nesterov"))
-            # One that shares memory with another is read after that was written on.
+            # A param that shares memory with another is read after that was written on.
             and len(set(map(storage_address, params))) == len(params)
         )
     elif not may_write and group.get("nesterov") and foreach is not False:
-        return False  # they add Nesterov's momentum to the gradients themselves
+        return False  # kernels add Nesterov's momentum to the gradients themselves
     options["foreach"] = foreach
     if not chosen:
         calls.append(partial(kernel.run, params, grads, *lists, **options))

@@ -105,12 +105,12 @@ def _matched(params: Params, by_leaf: list[Any]) -> Pairs:
 def plainly_match(params: Params, *by_leaf: list[Any]) -> bool:
     """Return whether each leaf is an ordinary variable, and one tensor of each list matches it."""
     leaves = params.variables
-    if len(leaves) != len(params.leaves) or not params.plain_leaves:
+    if not (params.no_subclasses and params.only_leaves and params.all_variables):
         return False
     if not all(PLAIN_TYPES.issuperset(map(type, tensors)) for tensors in by_leaf):
         return False
     try:
-        # One attribute of all tensors at a time: a Python loop over them takes far longer.
+        # A Python loop over the tensors takes far longer: `map` reads an attribute of all.
         columns = [list(map(read, leaves)) for read in (_shape, _grad_dtype, _device)]
         return {torch.strided}.issuperset(map(_layout, leaves)) and all(
             {torch.strided}.issuperset(map(_layout, tensors))

@@ -142,7 +142,7 @@ def minimize_(
             require_reached(result.call, result.grads)
         values = result.values if scaler is None else values_of(flat, False)
     if not several and scaler is None and max_norm is None:
-        # Nothing else refers to them.
+        # The step may write on the gradients: nothing else refers to them.
         of_params = grads if len(grads) == len(params.leaves) else params.per_leaf(grads)
         if step_by_kernels(optimizer, of_params, may_write=True):
             return values

@@ -54,7 +54,7 @@ def _are_alike(leaves: Sequence[Tensor], grads: list[Tensor]) -> bool:
         are_contiguous = all(map(_is_contiguous, grads)) and all(map(_is_contiguous, leaves))
         if not are_contiguous and list(map(_stride, grads)) != list(map(_stride, leaves)):
             return False
-        return are_alone_in_memory(grads)  # one that is not may be a view of a parameter
+        return are_alone_in_memory(grads)  # a shared one may be a view of a parameter
     except (RuntimeError, TypeError):  # sparse or nested, say
         return False
 
@@ -74,7 +74,7 @@ _STEPS = "an optimizer whose step() updates the parameters"
 def _check_wrapper(optimizer: Any, *, unscales_or_clips: bool) -> None:
     """Raise if the wrapper would drop the gradients, or unscale them once more."""
     name = type(optimizer).__name__
-    # Accelerate's, by attribute: gradkit does not import it.
+    # An optimizer of Accelerate shows by its attribute: gradkit does not import that library.
     if not getattr(getattr(optimizer, "gradient_state", None), "sync_gradients", True):
         got = f"{name}, which skips this step inside accumulate(): the gradients would be dropped"
         fix = "add up the gradients (gradkit.tree.add_), and step if accelerator.sync_gradients"
@@ -196,7 +196,7 @@ def take_steps(
                         scaler.unscale_(optimizer)
                 norm = _clip(leaves, max_norm)
         stepped = [*compress(owned, map(_is_given, map(_grad, owned)))]
-        # Not those of a scaler that may skip the step, which a fused step does unseen.
+        # A scaler may skip the step: params are marked only if that is fused, which skips unseen.
         is_marked = (scaler is None or is_fused) and not any(map(Tensor.is_inference, stepped))
         before = [*map(_version, stepped)] if is_marked else []
         for step, optimizer in zip(steps, optimizers, strict=True):

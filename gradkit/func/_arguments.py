@@ -56,7 +56,7 @@ class Arguments(Params):
         trees = {position: args[position] for position in self.positions}
         leaves, _ = pytree.flatten(trees[self.positions[0]] if self.single else trees)
         variables = leaves if self.all_variables else self.per_variable(leaves)
-        # Not by `replace`, whose trace takes long.
+        # The constructor is called itself: a trace of `replace` takes long.
         same: Any = self.slots, self.root, self.no_subclasses, self.only_leaves
         of_call: Any = args, self.positions, self.single, self.dtypes, self.unused
         return Arguments(leaves, self.spec, variables, *same, *of_call)
@@ -116,7 +116,7 @@ _UNREACHED = (
     "no_grad)",
     "compute the losses from it, or pass it as an argument that argnums does not name",
 )
-# What torch.func can wrap, and what it can differentiate through views.
+# torch.func can wrap the first, and differentiate only the second through views.
 _WRAPPED = (
     {torch.strided, torch.sparse_coo},
     "a dense tensor, or a sparse one of layout torch.sparse_coo",
@@ -143,7 +143,7 @@ def read_arguments(
         expected = "'zeros' under torch.compile, which cannot tell what a loss reaches"
         raise OptionError(message("unused", expected, repr(unused), "unused='zeros'"))
     positions, single = _positions(argnums, len(args)), isinstance(argnums, int)
-    if is_traced:  # with dynamic=True, the given numbers are symbols
+    if is_traced:  # the given numbers are symbols with dynamic=True
         positions = tuple(i for position in positions for i in range(len(args)) if i == position)
     given = args[positions[0]] if single else {position: args[position] for position in positions}
     root = root or (f"args[{positions[0]}]" if single else "args")
@@ -156,7 +156,7 @@ def read_arguments(
         why = _why_none(args[positions[0]], positions, by_number=root.startswith("args"))
         raise UnreachedParamError(message(where, "a tensor to differentiate", *why))
     # torch.compile cannot read `grad_dtype`, and in a transform the tensor is another one.
-    is_plain = flat.only_leaves and not is_traced  # one attribute of all at a time takes no time
+    is_plain = flat.only_leaves and not is_traced  # `map` of an attribute takes no time
     dtypes: list[Any] = list(map(_grad_dtype, variables)) if is_plain else [None]
     if None in dtypes:
         dtypes = [x.dtype if is_traced else grad_dtype(x) for x in variables]
@@ -228,7 +228,7 @@ def check_options(
 
 def _owned(grads: Grads, variables: Sequence[Tensor], leading: tuple[int, ...]) -> Grads:
     """Return gradients that share memory with nothing; nothing but the list may refer to them."""
-    # In a transform, and while torch.compile traces, nobody can tell what shares memory.
+    # Nobody can tell what shares memory in a transform, or while torch.compile traces.
     if transforms() or any(grad is not None and grad.requires_grad for grad in grads):
         keep = not (transforms() or torch.compiler.is_compiling())
         return [g if g is None or (keep and g.requires_grad) else g.clone() for g in grads]
@@ -247,7 +247,7 @@ def copied(tensors: Sequence[Tensor], buffers: Sequence[Tensor] | None = None) -
     is_eager = not tensors or not torch.compiler.is_compiling()
     if is_eager or transforms() or any(tensor.requires_grad for tensor in tensors):
         return [tensor.clone() for tensor in tensors]
-    # One operation copies all: of several clones of one tensor, inductor makes one.
+    # A single operation copies all: of several clones of one tensor, inductor makes one.
     into = [torch.empty_like(tensor) for tensor in tensors] if buffers is None else list(buffers)
     torch._foreach_copy_(into, list(tensors))
     return into

@@ -192,7 +192,7 @@ def _graph_in_double(at: Derivatives, original: Callable[[], Any]) -> tuple[Subg
         got = "another result than before: it reads something that has changed since"
         fix = "pass what changes as an argument, and seed a generator of its own inside of fn"
         raise errors.UnsupportedGraphError(message("fn", expected, got, fix))
-    with suppress(RuntimeError):  # it changes its arguments in place
+    with suppress(RuntimeError):  # fn changes its arguments in place
         for dtype in {x.dtype for x in at.evaluate(roots)} - {torch.float64, torch.complex128}:
             raise _not_in_double(f"a result in {dtype}")
     return graphs[0] if graphs else (Subgraph([]), [])

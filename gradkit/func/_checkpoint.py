@@ -117,7 +117,7 @@ class Recomputed(Result):
 class Recomputation:
     """A function of tensors that runs again in a pass, where its results are differentiated."""
 
-    name: str  # of it, in errors
+    name: str  # the function's name in errors
     # Runs it again, and yields those of its results that may have a gradient.
     second_run: Callable[[Sequence[Tensor]], AbstractContextManager[Tensors]]
 
@@ -350,7 +350,7 @@ class _Rerun:
                 snapshot.restore()
             stack.enter_context(self._substituted(tensors))
             stack.enter_context(watched_again(self._derivatives, self._monitor))
-            if transforms():  # which let nothing write on what was made outside of them
+            if transforms():  # transforms refuse writes on what is outside
                 reachable = _reachable(self._roots, self._modules).values()
                 memory = set(map(levels.memory_of, reachable))
                 writes = CopyOnWrite(lambda x: levels.memory_of(x) in memory)

@@ -33,9 +33,9 @@ _MAKE_FUNCTIONAL = "call, params, buffers = gradkit.func.make_functional(module)
 
 def named_errors(run: Callable[[], R], *, nested: bool = False) -> R:
     """Return what `run` returns; errors of torch.func raise with what to do."""
-    # After any error, the random states of all devices are as before.
-    # All that are known; and all of torch's inside of another transform, or if `run` is `nested`
-    # ones: in one level alone they are mostly mistakes of fn, and torch's text says which.
+    # The random states of all devices are as before after any error. Known errors are told; and all
+    # of torch's inside of another transform, or if `run` is `nested` ones: in one level alone they
+    # are mostly mistakes of fn, and torch's text says which.
     if torch.compiler.is_compiling():
         if is_exporting():  # the program would return tensors of the trace
             expected = "a call that runs, or that torch.compile traces"
@@ -86,7 +86,7 @@ def _why_refused(error: Exception, nested: bool) -> tuple[str, str, str] | None:
                 got, fix = _of_torch(error) or (got, fix)
                 return expected, got or text, fix
     stack = transforms()
-    # In the backward of a user's Function, the last frame is the user's.
+    # The last frame in the backward of a user's Function is the user's.
     is_torch_s = _raised_by_torch(error) or text.startswith(_DYNAMIC_SHAPE)
     if not ((stack or nested) and is_torch_s):
         return None
@@ -192,7 +192,7 @@ _MODULE_IS_A_DICT = (
 _DIFFERENTIABLE = "what torch.func can differentiate"
 _EAGERLY = "compute the losses eagerly: gradkit.value_and_grads(losses, params)"
 _SETUP_CONTEXT = "setup_context"
-# Both are of one distribution, and the pathwise derivative of a Gamma is one that torch.func has.
+# The samples have the same distribution, and torch.func has the pathwise derivative of a Gamma.
 _OF_GAMMAS = (
     "; or sample Gammas, g = torch.distributions.Gamma(concentration, 1.0).rsample(), of which "
     "g / g.sum(-1, keepdim=True) is a Dirichlet, and g[..., 0] / g.sum(-1) a Beta"

@@ -167,7 +167,7 @@ def per_loss_grads(
             if passes.hooked and not hooks_kept():
                 with same_hooks_in_each_pass():
                     return run(losses, passes)
-            # Where there is nothing to batch nobody has asked for it, and no warning is due.
+            # Nobody has asked for a batch where there is nothing to batch, and no warning is due.
             asked = chunk_size is not None and any(loss.numel() != 1 for loss in losses.leaves)
             chosen = strategy or ("batched" if asked else "sequential")
             why_not = passes.monitor.why_not_batched
@@ -312,7 +312,7 @@ def _run(
         chunk_size, vmap = 1, one_by_one(fn, batch.dims)
     elif chunk_size is None or chunk_size >= batch.size or traced:
         return vmap(*batch.tensors, chunk_size=chunk_size if batch.size else None)
-    # One chunk is in memory beside the results. torch's own chunks are joined at the end, which
+    # Only a chunk is in memory beside the results. torch's own chunks are joined at the end, which
     # takes the memory of the results twice, and draw other numbers for each chunk on CUDA where
     # they are to be the same.
     results: Grads = []
@@ -321,7 +321,7 @@ def _run(
     for start, chunk in batch.chunks(chunk_size, randomness):
         grads, aux = vmap(*chunk)
         aux_parts.append(aux)
-        # In a loop, not all samples need to reach the same.
+        # Samples in a loop need not all reach the same.
         if one_by_one or any(grad is not None and grad.requires_grad for grad in grads):
             parts.append(grads)
             continue

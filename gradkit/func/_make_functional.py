@@ -109,7 +109,7 @@ def require_module(module: object) -> None:
 
 def functional(module: nn.Module) -> tuple[ModuleCall, Named, Named]:
     """Return what `make_functional` does, also of a module that FSDP has sharded."""
-    with alone():  # in a call of another thread it has other tensors
+    with alone():  # a call of another thread puts other tensors there
         params: Named = dict(module.named_parameters())
         own_buffers: Named = dict(module.named_buffers())
         all_buffers = dict(module.named_buffers(remove_duplicate=False))
@@ -127,7 +127,7 @@ def functional(module: nn.Module) -> tuple[ModuleCall, Named, Named]:
         if _place(module, name) != _place(module, first)
     }
 
-    # What the old weight_norm and spectral_norm write in each forward pass.
+    # The old weight_norm and spectral_norm write these in each forward pass.
     reparametrized = [
         (part, hook.name)
         for part in module.modules()
@@ -151,7 +151,7 @@ def functional(module: nn.Module) -> tuple[ModuleCall, Named, Named]:
             both = {**given, **{name: new[first] for name, first in every_name.items()}}
             return functional_call(module, both, args, kwargs), both
 
-        # While torch.compile traces, names of operations cannot be asked for: none is refused.
+        # Names of operations cannot be asked for while torch.compile traces: none is refused.
         if is_traced:
             kept = [getattr(part, name) for part, name in reparametrized]
             out, after = by_torch()
@@ -240,7 +240,7 @@ def _refuse_later(
     of_functions: list[tuple[str, Any]] = []
     if functions_alive().users:  # their backward may call the module
         roots = (x for x in leaves if isinstance(x, Tensor) and x.requires_grad)
-        nodes = nodes_below(roots, oldest=first_node)  # those of the call
+        nodes = nodes_below(roots, oldest=first_node)  # the nodes of the call
         kinds = set(user_functions(set(map(type, nodes))))
         of_functions = [("out", node) for node in nodes if type(node) in kinds]
     if not (values or of_functions):

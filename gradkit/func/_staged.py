@@ -95,11 +95,11 @@ class _EncoderStage:
     def __init__(self, encode: _Function, arguments: Arguments, chunks: list[PyTree]) -> None:
         self._encode, self._arguments, self._chunks = encode, arguments, chunks
         self.is_differentiable = False  # whether an output depends on the variables
-        self.captured: dict[int, Tensor] = {}  # what requires grad, and is no variable, by id
-        self.chunk_variables: Tensors = []  # those of the first runs, which losses must not reach
+        self.captured: dict[int, Tensor] = {}  # tensors that require grad, no variables, by id
+        self.chunk_variables: Tensors = []  # first runs' variables, which losses must not reach
         self._kept = state_now()
-        self._last: list[_EncodedChunk] = []  # that of the last chunk, which runs once
-        self._states: list[RerunState] = []  # those of the chunks before it
+        self._last: list[_EncodedChunk] = []  # the run of the last chunk, which runs once
+        self._states: list[RerunState] = []  # the states of the chunks before it
         self._row_counts: list[list[int]] = []  # of each output, by chunk
 
     def outputs(self) -> PyTree:
@@ -163,8 +163,8 @@ class _EncoderStage:
             set_grads(run.variables, total)
             grads = inner_grads(run.outputs, run.variables, seeds, accumulate=True)
             set_grads(run.variables, [None] * len(grads))
-            # What the engine has put there, and not added, may be part of a cotangent, or of
-            # another gradient: what is added to it later would be added to both.
+            # A gradient that the engine has put there, and not added, may be part of a cotangent,
+            # or of another gradient: what is added to it later would be added to both.
             is_first = any(a is None and b is not None for a, b in zip(total, grads, strict=True))
             return owned(grads, run.variables) if is_first else grads
         one = InnerPass("encode", self._arguments.path, run.variables, run.below, seeds)
@@ -273,7 +273,7 @@ def staged_value_and_grads(
         values, aux, cotangents, of_loss = loss_stage.run(*given, captured)
         _refuse_kept(captured, [x for stage in stages for x in stage.chunk_variables])
         total: Grads = [None] * len(arguments.variables)
-        if of_loss is not None:  # which uses the params itself
+        if of_loss is not None:  # the loss uses the params itself
             total = arguments.per_variable(pytree.flatten(of_loss)[0])
         by_tower = pytree.flatten_up_to(towers, "encode", cotangents, "outputs")
         for stage, cotangent in zip(stages, by_tower, strict=True):
@@ -336,7 +336,7 @@ class _LossStage:
 
     def run(self, outputs: PyTree, params: PyTree, batch: PyTree, captured: Tensors) -> _LossResult:
         """Return the values, the aux, and the gradients with respect to outputs and params."""
-        # What the losses depend on besides is added to `captured`.
+        # `captured` gets what the losses depend on besides.
         if self.chunk_size is None:
             return self._run_one(captured, outputs, params, batch)
         rows = (outputs, batch) if self.arguments == 3 else (outputs,)

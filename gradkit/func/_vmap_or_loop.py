@@ -78,7 +78,7 @@ class VmapOrLoop:
     """A vmapped call, and the loop that is run if torch.vmap fails at it."""
 
     def __init__(self, name: str, fn: object, randomness: Randomness) -> None:
-        self._name = name  # what the warning calls it
+        self._name = name  # the name in the warning
         self._fn = fn  # the caller's function, with whatever it refers to
         self._randomness = randomness
         self.is_loop = False
@@ -115,7 +115,7 @@ class VmapOrLoop:
 
     def check_aux(self, tree: PyTree) -> None:
         """Raise if the aux of one in a loop cannot be stacked with those before it."""
-        if not self.is_loop:  # one call stands for all of a vmap
+        if not self.is_loop:  # a call stands for all of a vmap
             return
         leaves, spec = pytree.flatten(tree)
         constants = (Number, str, bytes, Enum)  # to be equal, not of one type alone

@@ -38,7 +38,7 @@ _REIMPLEMENTED: Mapping[type, Callable[..., Optimizer]] = {
     torch.optim.Adafactor: adafactor,
     torch.optim.Muon: muon,
 }
-# These options choose the kernel, not the result.
+# The options that choose the kernel, not the result.
 _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _REFUSED = {
     "LBFGS": "it evaluates the loss itself, in a closure, any number of times",
@@ -88,7 +88,7 @@ def from_torch(optimizer: type[torch.optim.Optimizer], **hyper: Any) -> Optimize
     hyper = {key: value for key, value in hyper.items() if key not in _IMPLEMENTATION}
     defaults = {key: value for key, value in rule.arguments.items() if key not in _IMPLEMENTATION}
     _optimizer.check_names(name, hyper, defaults, f"from_torch(torch.optim.{name}, lr=0.1)")
-    is_of_torch = optimizer.__module__.startswith("torch.optim.")  # others may take anything
+    is_of_torch = optimizer.__module__.startswith("torch.optim.")  # the rest may take anything
     for key in (key for key in hyper if is_of_torch and isinstance(defaults[key], bool)):
         check_bool(key, hyper[key])
     if optimizer is torch.optim.Adam and hyper.pop("decoupled_weight_decay", False):
@@ -122,7 +122,8 @@ class _TorchRule:
         name = self.optimizer.__name__
         _check_hyper(name, hyper)
         tensors = pytree.tensors((params, grads, state, dict(hyper)))
-        create_graph = torch_func.in_jvp() or (not transforms() and any(map(is_dual, tensors)))
+        stack = transforms()
+        create_graph = torch_func.FORWARD in stack or (not stack and any(map(is_dual, tensors)))
         if not create_graph and torch.is_grad_enabled():
             create_graph = torch_func.differentiated() or any(x.requires_grad for x in tensors)
         # A subclass of SGD has torch's first momentum step, which drops its gradient [T4].
@@ -134,7 +135,7 @@ class _TorchRule:
             fix = "call it under torch.no_grad(), or use another optimizer"
             raise errors.UnsupportedOptimizerError(message(name, expected, got, fix))
         calls = [(params, grads, state["torch"], hyper)]
-        if any(isinstance(value, list) for value in hyper.values()):  # one a leaf: a step for each
+        if any(isinstance(value, list) for value in hyper.values()):  # each leaf has its own step
             calls = [
                 ([p], [g], [s], {k: v[i] if isinstance(v, list) else v for k, v in hyper.items()})
                 for i, (p, g, s) in enumerate(zip(*calls[0][:3], strict=True))
@@ -163,7 +164,7 @@ class _TorchRule:
         fresh = [p + z for p, z in zip(params, zeros, strict=True)]
         if not graph:
             fresh = [p.detach() for p in fresh]
-        # What torch writes in place for speed has no rule in a transform.
+        # torch writes in place for speed, for which a transform has no rule.
         opt = self._temporary(fresh, hyper, graph or bool(transforms()))
         for p, grad, zero, before in zip(fresh, grads, zeros, states, strict=True):
             set_grad(p, grad.clone() if graph else grad.detach().clone())
@@ -240,7 +241,7 @@ class _TorchRule:
     def _first_state(self, param: Tensor, hyper: Settings) -> TorchState:
         """Return the state that torch starts with, its counters in float64."""
         stand_in = torch.zeros(param.shape, dtype=param.dtype, device=param.device)
-        # In float32, as torch has them, 1 - 0.999 ** 1 is wrong in the fifth digit [T6].
+        # Counters in float32, as torch has them, get 1 - 0.999 ** 1 wrong in the fifth digit [T6].
         return {
             key: value.double() if key in self._counters and value.is_floating_point() else value
             for key, value in self._torch_state(stand_in, hyper).items()

@@ -287,9 +287,9 @@ class _OptimalityCondition:
         with torch.enable_grad(), self._state.first_run():
             hooks = hooks_made()
             values, below = self._run(at, by)
-            # Now: what the backward pass could not differentiate.
+            # A tensor that the backward pass could not differentiate is refused now.
             refuse_captured(self.name, below, [*at, *by], self._state.made)
-            if self.is_slope and runs_user_code(below, hooks):  # which may use more than the loss
+            if self.is_slope and runs_user_code(below, hooks):  # code may use more than the loss
                 slope = Subgraph(_inner_gradient(values[0], at, below))
                 refuse_captured(self.name, slope, [*at, *by], self._state.made)
         self._state.record_outputs(values)
@@ -404,7 +404,7 @@ def _pull(
     create_graph: bool = False,
 ) -> Sequence[Tensor | None]:
     """Return the gradients of outputs with respect to inputs, and keep the graph."""
-    if user_code_may_run() and not create_graph:  # which may write on a solver's vector
+    if user_code_may_run() and not create_graph:  # the user's code may write on a solver's vector
         cotangents = [x.clone() for x in cotangents]
     one = InnerPass("matvec(u)", f"{root}, variable {{}}".format, inputs, below, cotangents)
     return one.grads(outputs, create_graph=create_graph, retain_graph=True)

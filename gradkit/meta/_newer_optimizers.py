@@ -342,7 +342,7 @@ def _schedule_free(params: Tensors, grads: Tensors, state: StateLists, hyper: Se
     beta, beta_sq = hyper["betas"]
     squares = ops.moving_average(state["exp_avg_sq"], ops.squared(grads), beta_sq)
     roots = ops.add_scalar(ops.sqrt(squares), hyper["eps"])
-    # Where a square is 0, so is the gradient; the derivative is taken as 0, as Adam's is here.
+    # A gradient is 0 where its square is; the derivative is taken as 0, as Adam's is here.
     quotients = map(operator.truediv, grads, roots)
     direction = [torch.where(x == 0, 0.0, q) for x, q in zip(squares, quotients, strict=True)]
     if not ops.is_zero(hyper["weight_decay"]):

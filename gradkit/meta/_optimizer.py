@@ -54,7 +54,7 @@ def squared(xs: Tensors) -> Tensors:
 
 def add(xs: Tensors, ys: Tensors, alpha: Factor = 1.0) -> Tensors:
     """Return x + alpha * y."""
-    # With a graph, the foreach kernel would keep every y for its backward pass.
+    # The foreach kernel with a graph would keep every y for its backward pass.
     if isinstance(alpha, list) or transforms() or any(x.requires_grad for x in (*xs, *ys)):
         return [
             x + f * y if isinstance(f, Tensor) else torch.add(x, y, alpha=f)
@@ -216,7 +216,7 @@ def initial_state(opt: Optimizer, leaves: Leaves) -> StateLists:
 
 def _go_on(spec: Structure) -> str:
     """Return the state that a `saved` state_dict of torch.optim is for params of this structure."""
-    # What torch's optimizer has no entry of, SGD the count of steps, is as at the start.
+    # Entries that torch's optimizer lacks, SGD's count of steps, are as at the start.
     rows = "zip(tree, saved['state'].values())"
     of_leaves = f"{spec.type and spec.type.__name__}(s.get(name, start) for start, s in {rows})"
     if spec.type is None:
@@ -266,7 +266,7 @@ def _check_entries(opt: Optimizer, columns: StateLists, leaves: Leaves, spec: St
             if isinstance(entry, Tensor):
                 alike = entry.shape == leaf.shape and entry.device == leaf.device
                 fits = entry.numel() == 1 if is_count else alike
-                if not fits and is_optional:  # one of another shape, such as the sums of rows
+                if not fits and is_optional:  # a tensor of another shape, such as the sums of rows
                     fits = isinstance(of_start := start(leaf), Tensor)
                     fits = fits and entry.shape == of_start.shape
             else:
@@ -399,7 +399,7 @@ def update(
 
 def _exact(count: Any) -> Any:
     """Return a count that may be a tensor of any dtype in float64, as exact as an int."""
-    # In float32 1 - 0.999 ** 1 is wrong in the fifth digit; in bfloat16 it is 0.
+    # A count in float32 gets 1 - 0.999 ** 1 wrong in the fifth digit; in bfloat16 it is 0.
     if not isinstance(count, Tensor):
         return count
     return count.reshape(()).to(torch.float32 if count.device.type == "mps" else torch.float64)

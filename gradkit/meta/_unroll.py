@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from gradkit._compat.transforms import differentiated, in_jvp, is_dual, transforms
+from gradkit._compat.transforms import FORWARD, differentiated, is_dual, transforms
 from gradkit._core import pytree
 from gradkit._core.call import check_bool, check_function, is_positive_int
 from gradkit._core.ownership import leave_inference_mode, without_inference
@@ -141,7 +141,8 @@ def unroll(
     _optimizer.require_optimizer(opt)
     is_learned = grad_transform is not None and steps.takes_outer_and_state(grad_transform)
     has_buffers, enabled = buffers is not None, torch.is_grad_enabled()
-    create_graph = (enabled or in_jvp()) and (is_learned or not first_order)
+    # `no_grad` does not switch the tangents of a jvp off.
+    create_graph = (enabled or FORWARD in transforms()) and (is_learned or not first_order)
     with (
         put_back(loss_fn, grad_transform),
         leave_inference_mode(record=True),
@@ -230,7 +231,7 @@ def _segments(
     step: InnerStep, memory: Memory, create_graph: bool, trajectory: bool
 ) -> tuple[Run, int]:
     """Return a function that runs some steps, and how many it is to run at a time."""
-    # Inside torch.func a tensor from outside cannot be seen, nor memory that is written put back.
+    # A tensor from outside cannot be seen inside torch.func, nor memory that is written put back.
     if not create_graph or memory == "store" or transforms():
         return partial(_stored, step, create_graph), 1
     if memory == "recompute":

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from gradkit.report.explain import Explanation, Part
 
-# Distinguishable also for those who do not see red and green apart.
+# The colours differ for those, too, who do not see red and green apart.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#7b3294", "#56b4e9", "#e69f00", "#666666")
 _STYLES = ("-", "--", ":", "-.")  # for the second, third, ... use of the colours
 _WINDOW = 2  # steps averaged on either side

@@ -169,7 +169,7 @@ def conflicts(
     if not blocks:
         blocks = [torch.zeros(len(names), len(names), dtype=torch.float64)]
     host = torch.stack([block.to(blocks[0]) for block in blocks]).cpu()
-    measured = {"": _norms_and_cosines(host.sum(0))}  # what is in all, and in each module
+    measured = {"": _norms_and_cosines(host.sum(0))}  # the numbers of all, and of each module
     for module in modules:
         below = [block for g, block in zip(groups, host, strict=True) if _is_in(f"{g}.", module)]
         measured[module] = _norms_and_cosines(torch.stack(below).sum(0))

@@ -168,7 +168,7 @@ class Explanation(Report):
                     losses.setdefault(verdict, {}).setdefault(param, []).append(loss)
         statuses = [verdict.status for verdict in losses]
         return [
-            # Where a status has only one reason, the table shows which params it concerns.
+            # The table shows which params a status concerns if that has only one reason.
             (v.status if statuses.count(v.status) == 1 else f"{v.status} ({self._where(by_param)})")
             + f": {v.why}."
             for v, by_param in losses.items()
@@ -479,7 +479,7 @@ class Reachability:
         ):
             return _CHANGED
         storage, span = _memory_of(variable)
-        # One storage, such as a flat vector of many parameters, may have a part for each.
+        # A storage, such as a flat vector of many parameters, may have a part for each.
         for other, verdict in self._memory.get(storage, ()):
             if span.start < other.stop and other.start < span.stop:
                 return verdict

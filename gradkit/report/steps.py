@@ -47,7 +47,7 @@ class RunResult(NamedTuple):
 class ForwardPass(NamedTuple):
     """What one run of the forward pass shows; tensors are leaves, by id."""
 
-    leaves: dict[int, Tensor]  # those in reentrant checkpoints, too
+    leaves: dict[int, Tensor]  # the leaves, also those in reentrant checkpoints
     draws: bool
     writes_grad: bool
 
@@ -86,7 +86,7 @@ class Step:
         """The state that every run starts from."""
         arguments, _ = pytree.flatten(self.args)
         captured = captured_by(self.fn, arguments, list(self.modules))  # type: ignore[call-overload]
-        trained = [x for x in pytree.tensors(arguments) if x.requires_grad]  # others are copied
+        trained = [x for x in pytree.tensors(arguments) if x.requires_grad]  # the others are copied
         return Snapshot(captured, [*pytree.tensors(self.params.leaves), *trained])
 
     @cached_property

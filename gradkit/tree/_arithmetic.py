@@ -35,7 +35,7 @@ _layout, _is_nested, _requires_grad, _dtype, _device, _shape = builtins.map(
     attrgetter, ("layout", "is_nested", "requires_grad", "dtype", "device", "shape")
 )
 _DENSE = {torch.strided}
-_WIDE = (torch.float32, torch.float64)  # in which products are computed anyway
+_WIDE = (torch.float32, torch.float64)  # products are computed in these anyway
 _FOREACH = ("cpu", "cuda")  # devices that have the `torch._foreach_*` kernels
 
 
@@ -235,11 +235,9 @@ def sub(a: PyTree, b: PyTree) -> PyTree:
     Returns:
         A tree like `a`, None where both are.
     """
-
-    def difference(x: Leaf, y: Leaf) -> Leaf:
-        return add_leaves(x, None if y is None else -y)
-
-    return _combined(torch._foreach_sub, difference, {"a": a, "b": b})
+    return _combined(
+        torch._foreach_sub, lambda x, y: add_leaves(x, None if y is None else -y), {"a": a, "b": b}
+    )
 
 
 def scale(tree: PyTree, factor: float | Tensor) -> PyTree:

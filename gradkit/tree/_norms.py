@@ -264,6 +264,6 @@ def allclose(
         return torch.allclose(x, y, rtol=rtol, atol=atol, equal_nan=equal_nan)
 
     leaves, _ = aligned_leaves({"a": a, "b": b})
-    # All leaves, also after one that is not close: gathering DTensors is a collective.
+    # Every leaf is compared, also after one that is not close: gathering DTensors is a collective.
     results = [apply_with_zeros(close, *row) for row in zip(*leaves, strict=True)]
     return all(result is not False for result in results)

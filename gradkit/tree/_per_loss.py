@@ -44,7 +44,7 @@ _LARGEST_GROUPED = 1 << 14
 class PerLossRows:
     """The gradients of several losses: `rows[k][i]` is leaf i of row k, or None."""
 
-    rows: list[list[Leaf]]  # one for each loss, or for each element of one that is not a scalar
+    rows: list[list[Leaf]]  # a row for each loss, or for each element of one that is no scalar
     counts: list[int]  # the number of rows of each loss
     losses: Structure
     unflatten: Callable[[Sequence[Leaf]], PyTree]  # from the leaves of a row to a tree of gradients
@@ -170,7 +170,7 @@ def _check_column(
         if not isinstance(leaf, Tensor):
             fix = _OF_EACH_LOSS
             raise LeafTypeError(message(path(loss), "a tensor or None", describe(leaf), fix))
-        if leaf.is_nested and leaf.layout == torch.strided:  # it has no shape
+        if leaf.is_nested and leaf.layout == torch.strided:  # such a tensor has no shape
             expected, got = "a dense or a sparse tensor", "a nested tensor of layout torch.strided"
             fix = "gradkit.tree.map(lambda x: torch.nested.to_padded_tensor(x, 0.0), per_loss)"
             raise LeafTypeError(message(path(loss), expected, got, fix))
