@@ -186,7 +186,7 @@ class ModuleSnapshot:
         self.parts = list(module.named_modules())  # the module, all below, once, by first name
         self._own = [vars(part) for _, part in self.parts]
         self._copies = [*map(dict.copy, self._own)]
-        self._values_before = _values_in(self._copies)
+        self._values_before, self._last_before = _values_in(self._copies), _last_in(self._copies)
         self._tables = _Containers(self._own, _TABLES)
         self._hooks = _Containers(self._own, _HOOK_TABLES) if hooks else None
         own = list(self._own_attributes())
@@ -236,7 +236,8 @@ class ModuleSnapshot:
     def changed(self) -> _Changed:
         """Return the names of those parts that have other attributes, these, and what they were."""
         now, before = _values_in(self._own), self._values_before
-        if len(now) == len(before) and all(map(is_, now, before)):  # as after most calls
+        is_same = len(now) == len(before) and all(map(is_, now, before))
+        if is_same and _last_in(self._own) == self._last_before:  # as after most calls
             return []
         every = zip(self.parts, self._own, self._copies, strict=True)
         return [(name, x, y) for (name, _), x, y in every if not _is_same_table(x, y)]
@@ -326,6 +327,11 @@ def _values_in(tables: Iterable[dict[str, Any]]) -> list[Any]:
     return [*chain.from_iterable(map(dict.values, tables))]
 
 
+def _last_in(tables: Iterable[dict[str, Any]]) -> list[str]:
+    """Return the last key of each table: a value that got another name is there."""
+    return [*map(next, map(reversed, tables))]
+
+
 class _Containers:
     """The tables of these names in the attributes of some modules, and what they hold."""
 
@@ -357,7 +363,7 @@ class _Containers:
 
 
 def _is_same_table(now: dict[str, Any], copy: dict[str, Any]) -> bool:
-    return len(now) == len(copy) and all(map(is_, now.values(), copy.values()))
+    return list(now) == list(copy) and all(map(is_, now.values(), copy.values()))
 
 
 def _restore(container: Any, copy: Any) -> None:

@@ -226,6 +226,30 @@ def test_a_tensor_that_a_module_writes_on_is_as_before(device: torch.device) -> 
     assert module.count.tolist() == [0, 0, 0]
 
 
+def test_an_attribute_that_got_another_name_is_as_before(device: torch.device) -> None:
+    """Its value stays where it was among those of the module: the name alone tells."""
+
+    class Renames(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if "first" in vars(self):
+                vars(self)["second"] = vars(self).pop("first")
+            return super().forward(x * vars(self)["second"])
+
+    module = Renames(2, 1, device=device)
+    vars(module)["first"] = torch.ones(2, device=device)
+    before = dict(vars(module))
+    call, params, buffers = func.make_functional(module)
+    x = torch.ones(3, 2, device=device)
+    for run in (
+        lambda: func.value_and_grads(lambda p: call(p, buffers, x)[0].sum())(params),
+        lambda: func.value_and_grads(lambda w: module(x * w).sum())(x[0]),
+        lambda: call(params, buffers, x),
+    ):
+        run()
+        assert list(vars(module)) == list(before)
+        assert all(vars(module)[key] is value for key, value in before.items())
+
+
 @pytest.mark.parametrize("by", ["make_functional", "functional_call"])
 @pytest.mark.parametrize("of", ["an eager pass", "torch.func", "a call before"])
 @pytest.mark.parametrize("kind", ["cache", "state"])
