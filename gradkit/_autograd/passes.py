@@ -412,9 +412,9 @@ def run_in_turn(
     together: int = 0,
 ) -> list[Grads]:
     """Run a call's passes, one loss each, and free each part of the graph after its last pass."""
-    # `differentiate` runs one: from a loss, for variables, retaining the graph or not. What it
-    # gives may share memory if `together` is not 0: the number of passes after which that of all
-    # of them is looked at, and what they may share lives until then.
+    # `differentiate` runs one pass: from a loss, for variables, retaining the graph or not. With
+    # `together` passes, not 0, gradients may share memory: after so many passes, all of their
+    # gradients are looked at, and what they may share lives until then.
     if (call.around or 0) & HOOKS and not hooks_kept():
         with same_hooks_in_each_pass():
             return run_in_turn(call, differentiate, retain, together)

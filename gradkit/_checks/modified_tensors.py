@@ -170,14 +170,14 @@ def leaves_of_functions(call: Call) -> list[FunctionLeaves]:
 
 
 def functions_above_hidden(call: Call, variables: Iterable[Tensor]) -> list[Node]:
-    """Return the nodes of Functions that may write `.grad` of variables, which they hide."""
+    """Return the nodes of Functions whose backward may write `.grad` of these variables."""
     ids = set(map(id, variables)) if call.functions.users else set()
     every = leaves_of_functions(call) if ids else ()
     return [one.node for one in every if not ids.isdisjoint(one.hidden)]
 
 
 def edges_above_hidden(call: Call, variables: Iterable[Tensor]) -> list[GradientEdge]:
-    """Return edges, gradients for which lead through those Functions."""
+    """Return an edge below each such Function: a pass that captures there runs its backward."""
     edges = [one.next_functions for one in functions_above_hidden(call, variables)]
     return [next(GradientEdge(child, nr) for child, nr in each if child) for each in edges]
 
@@ -202,7 +202,7 @@ def refuse_pre_hooks(call: Call) -> None:
 def variables_to_copy_inside(
     variables: Sequence[Tensor], functions: Iterable[Node]
 ) -> list[Tensor]:
-    """Return the variables whose gradients have to be copied, where a pass ends at all of them."""
+    """Return the variables whose gradients are to be copied in a pass that ends at all of them."""
     # A variable's own hooks may write on the gradient before it is returned, and a custom Function
     # above may have made it by writing: there the version tells nothing.
     if is_checked():  # also one that a hook keeps, to write on it later

@@ -278,7 +278,8 @@ class ModuleSnapshot:
     @contextmanager
     def of_call(self) -> Iterator[_Changed]:
         """Put back what torch keeps in modules after a block, and the rest, too, if it raises."""
-        # The block gets a list for the parts in which it has changed more, if it does not raise.
+        # After a block that does not raise, the list that it got has the parts whose attributes it
+        # has changed, which stay so.
         is_restored, changed = False, list[Any]()
         try:
             try:

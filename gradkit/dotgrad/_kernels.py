@@ -116,8 +116,8 @@ def step_by_kernels(optimizer: Any, grads: Sequence[Tensor | None], *, may_write
         return False
     calls: list[Callable[[], None]] = []
     groups, start = optimizer.param_groups, 0
-    # Only while the states are what they were at the last look; as `what_is_stepped` has it, in the
-    # same order, without a Python call more.
+    # The kernels run only while the states are those of the last look. `seen` is what
+    # `what_is_stepped` of _before_step.py returns, in the same order, with fewer Python calls.
     owned, (states,) = [*chain(*map(params_of, groups))], map(values_of, (optimizer.state,))
     try:
         ids, flags = map(id, chain(owned, *map(values_of, states))), map(flags_of, groups)
@@ -166,7 +166,7 @@ def _add_calls(
     if lists is None:
         return False
     is_fused = group.get("fused")
-    if is_fused:  # the kernels pair memory, and tell no graph of writes
+    if is_fused:  # fused kernels go by memory, not by index, and count no version
         laid_out = [some for some, name in zip(lists, names, strict=True) if name not in _UNPAIRED]
         if not all(_are_paired(params, some) for some in (params, grads, *laid_out)):
             return False

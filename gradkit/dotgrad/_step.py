@@ -196,7 +196,8 @@ def take_steps(
                         scaler.unscale_(optimizer)
                 norm = _clip(leaves, max_norm)
         stepped = [*compress(owned, map(_is_given, map(_grad, owned)))]
-        # A scaler may skip the step: params are marked only if that is fused, which skips unseen.
+        # With a scaler, which may skip the step, only a fused step has its parameters marked as
+        # written on: nobody can tell whether it was skipped.
         is_marked = (scaler is None or is_fused) and not any(map(Tensor.is_inference, stepped))
         before = [*map(_version, stepped)] if is_marked else []
         for step, optimizer in zip(steps, optimizers, strict=True):

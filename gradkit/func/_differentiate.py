@@ -178,7 +178,7 @@ class EagerPasses(levels.LevelPasses):
         if self._leads_outside is None:
             are_leaves = all(map(_is_leaf, self.variables))
             self._leads_outside = not are_leaves or leads_to_others(self.losses, self.own)
-            self.is_private = self.level == -1 and not self._leads_outside
+            self.is_private = self.is_pull and not self._leads_outside
         keep = self.in_transform or self._leads_outside or any(map(_requires_grad, weights))
         self.kept |= keep
         return keep
@@ -252,7 +252,8 @@ class _EagerCall:
         """Return the outputs, and what runs passes from them; those of a linear map may be zero."""
         for variable in filter(_is_leaf, passes.variables):
             setattr(variable, PRIVATE, True)
-        passes.level, passes.own = -1, dict(engine_calls.made)  # which stay alive as long as this
+        # The leaves that the function has made stay alive, so that their ids are no one else's.
+        passes.is_pull, passes.own = True, dict(engine_calls.made)
         constants = [x for x in outputs.leaves if not x.requires_grad]
         if not is_linear or not all(map(is_zero, constants)):
             passes.refuse_unreached(outputs)
@@ -320,7 +321,7 @@ class HeldCall:
     aux: PyTree
     create_graph: bool | None  # as the caller has it
     outside: Outside
-    saved = ()  # the engine looks itself at what eager code has saved
+    saved = ()  # nothing to compare before a pass: the engine raises if a saved tensor has changed
 
     def pulled(self, seeds: Sequence[Tensor]) -> tuple[Grads, str | None]:
         """Return the gradients of a backward pass, and why their derivative would be wrong."""
@@ -365,7 +366,7 @@ def _without_own_graphs(
     passes: EagerPasses, values: Sequence[Tensor], grads: list[Grads]
 ) -> tuple[Tensors, list[Grads]]:
     """Return results of which each that leads to variables of the call alone has no graph."""
-    if not passes.own and passes.level != -1:
+    if not (passes.own or passes.is_pull):
         return list(values), grads
     every = [*values, *(grad for part in grads for grad in part if grad is not None)]
     leading: set[Any] | None = None

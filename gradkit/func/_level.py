@@ -63,6 +63,7 @@ class LevelPasses:
     hooked: bool = False  # fn has registered hooks, which may use tensors that its losses do not
     refused: str | None = None  # why a derivative that eager code may take would be wrong
     create_graph: bool = True  # jacobian reads it, and stacks gradients; not the caller's option
+    is_pull: bool = False  # the passes follow the call, and are linear in their cotangents
     is_private: bool = False  # nobody else differentiates by what the outputs depend on
     in_eager_code = False
 
@@ -110,7 +111,9 @@ class LevelPasses:
             return run(keep)
         below = Subgraph(roots)
         inner = InnerPass("the loss", self.path, variables, below, weights)
-        watch = self.in_eager_code or self.level != -1  # the pull of a level has no edges to watch
+        watch = (
+            self.in_eager_code or not self.is_pull
+        )  # of torch.func, which shows no edges to watch
         if not keep and self._may_reach_outside(below):
             with undone(partial(setattr, engine_calls, "is_tentative", False)):
                 engine_calls.is_tentative = True
@@ -152,7 +155,7 @@ class LevelPasses:
         is_eager = 0 in around and not self.is_private
         # Gradients are linear in weights, and in the cotangents of a vjp, whose level has ended.
         is_seen = self.in_transform and (
-            self.level != -1
+            not self.is_pull
             or max(around, default=0) > 0
             or any(map(torch_func.carries_tangent, below.roots))
         )
@@ -308,10 +311,13 @@ class LevelCall:
         tensors_of_aux, self.put_aux_back = partition_aux(aux)
         return tuple(self.outputs.leaves), tensors_of_aux
 
-    def passes(self, create_graph: bool | None, level: int | None) -> LevelPasses:
-        """Return what runs passes from the outputs; level -1 is one that has ended."""
+    def passes(
+        self, create_graph: bool | None, level: int | None, *, is_pull: bool = False
+    ) -> LevelPasses:
+        """Return what runs passes from the outputs: inside of the level, or after it has ended."""
         facts = create_graph, differentiated(), torch.is_grad_enabled(), self.variables, level
-        return LevelPasses(self.monitor, self.arguments.path, *facts, self.has_user_code)
+        of_run = self.monitor, self.arguments.path, *facts, self.has_user_code
+        return LevelPasses(*of_run, is_pull=is_pull)
 
     def pulled(self, seeds: Sequence[Tensor]) -> tuple[Grads, str | None]:
         """Return the gradients of a backward pass, and why their derivative would be wrong."""
@@ -325,7 +331,7 @@ class LevelCall:
                 raise UnsupportedGraphError(inlined_function())
             return run(self.create_graph is not False), None
         self.monitor.check()
-        passes = self.passes(self.create_graph, -1)
+        passes = self.passes(self.create_graph, 0, is_pull=True)
         roots = [output for output in self.outputs.leaves if output.grad_fn is not None]
         return passes.guarded(run, roots, list(seeds), self.variables), passes.refused
 
