@@ -108,7 +108,7 @@ class Row:
 
     def _answer(self) -> str:
         if self.same:
-            return f"{self.gradkit}: the same"
+            return f"{self.gradkit}: also wrong"
         if self.refuses is None:
             return f"{self.gradkit}: right"
         way = f"; {self.instead}: right" if self.instead else ""

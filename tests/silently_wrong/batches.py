@@ -85,17 +85,18 @@ ROWS = [
         "`func.per_loss_grads`, in a loop", cdist_by_rows,
     ),
     Row(
-        "the same, the function compiled by `torch.jit.script`",
+        "the same, with the function compiled by `torch.jit.script`",
         [[-1.0, -1.0], [0.0, 0.0]], [[0.0, 0.0], [1.0, 1.0]],
         "`func.per_loss_grads`, in a loop", scripted_cdist_by_rows,
     ),
     Row(
-        "`jacrev(lambda x: torch.masked_select(x, mask))(x)`, a mask of more dimensions: last row",
+        "`jacrev(lambda x: torch.masked_select(x, mask))(x)`, where `mask` has more dimensions "
+        "than `x`: the last row",
         [0.0, 0.0], [0.0, 1.0],
         "`func.per_loss_grads`, in a loop", masked_select_by_rows,
     ),
     Row(
-        "`vmap(grad(lambda x: torch.roll(x, 1) * x))`, 0-dimensional",
+        "`vmap(grad(lambda x: torch.roll(x, 1) * x))`, where each sample is 0-dimensional",
         [5.0, 4.0, 3.0], [2.0, 4.0, 6.0],
         "`func.per_sample_grads`", roll_by_samples, REFUSED, "without the `roll`",
     ),

@@ -399,16 +399,16 @@ def over_reverse(
     name: str, gives: Any, right: Any, show: Show, refuses: type[Exception] | None = REFUSED
 ) -> Row:
     return Row(
-        f"`jvp` of `grad`, `f` squares of `{name}`", gives, right,
+        f"`jvp` of `grad(f)`, where `f` is the sum of squares of `{name}`", gives, right,
         "`func.hvp`", show, refuses, '`mode="reverse-over-reverse"`' if refuses else "",
     )  # fmt: skip
 
 
 def in_a_batch(name: str, gives: Any, right: Any, show: Show) -> Row:
     return Row(
-        f"`grad` of a sum over `vmap(grad(f))`, `f` with `{name}` and a weight",
+        f"`grad` of a sum over `vmap(grad(f))`, where `f` calls `{name}` with a weight",
         gives, right,
-        "`func.value_and_grads`", show, REFUSED, "inside the `vmap`",
+        "`func.value_and_grads`", show, REFUSED, "`func.value_and_grads` inside the `vmap`",
     )  # fmt: skip
 
 
@@ -467,44 +467,47 @@ ROWS = [
         )
     ),
     Row(
-        "`jvp(f, (w,), (w,))[1]`, `f` the sum of `target * w`, `target` `w**2` under `no_grad`",
+        "`jvp(f, (w,), (w,))[1]`, where `f` returns `(target * w).sum()`, and `target` is `w**2` "
+        "under `no_grad`",
         3.0, 1.0, "`func.jvp`", forward_through_no_grad,
     ),
     Row(
-        "`jvp(f, (w,), (w,))[1]`, `f` the sum of `square(w) + w`, `square` a "
+        "`jvp(f, (w,), (w,))[1]`, where `f` returns `(square(w) + w).sum()`, and `square` is a "
         "`torch.library.custom_op`",
-        1.0, 3.0, "`func.jvp`", jvp_of_custom_op, REFUSED, "the product with the gradient",
+        1.0, 3.0, "`func.jvp`", jvp_of_custom_op, REFUSED, "the gradient, times `w`",
     ),
     Row(
-        "a second derivative of `f(w) + w**2`, `f` a cube that is `once_differentiable`",
+        "a second derivative of `f(w) + w**2`, where the cube `f` is `once_differentiable`",
         [2.0], [8.0], "`value_and_grads(..., create_graph=True)`", second_of_once_differentiable,
         REFUSED, "with a differentiable backward",
     ),
     Row(
-        "a second derivative of `f(w) + w**2`, `f` a cube whose backward is under `no_grad`, or in "
-        "an unknown kernel",
+        "a second derivative of `f(w) + w**2`, where the backward of the cube `f` is under "
+        "`no_grad`, or in a kernel that autograd does not know",
         [2.0], [8.0], "`value_and_grads(..., create_graph=True)`",
         second_of_a_backward_without_grad, REFUSED, "with a differentiable backward",
     ),
     Row(
-        "a second derivative of `f(w) + w**2`, `f` `torch.compile(lambda w: w.exp().sin().cos())`",
+        "a second derivative of `f(w) + w**2`, where `f` is "
+        "`torch.compile(lambda w: w.exp().sin().cos())`",
         [2.0], [-1.4295], "`value_and_grads(..., create_graph=True)`",
         second_of_a_compiled_function, REFUSED, "without `torch.compile`",
     ),
     Row(
-        "`grad` of the squares of the `jvp` of `layer_norm`",
+        "`grad` of the sum of squares of the `jvp` of `layer_norm`",
         [[0.1050, -0.1574, 0.0525]], [[0.2099, -0.1312, -0.0787]],
         "`func.value_and_grads`", derivative_of_jvp_of_layer_norm, REFUSED,
         "with the norm written out",
     ),
     Row(
-        "`jvp(f, (a,), (v,))[1]`, `f` with `torch.linalg.cholesky`, `v` not symmetric",
+        "`jvp(f, (a,), (v,))[1]`, where `f` calls `torch.linalg.cholesky(a)`, and `v` is not "
+        "symmetric",
         -0.07538, 0.1746, "`func.check_grads`", jvp_of_cholesky, gradkit.GradientCheckError,
-        "of `(a + a.mT) / 2`",
+        "`jvp` with `(a + a.mT) / 2` in place of `a`",
     ),
     Row(
         "a second derivative of `(events * torch.logcumsumexp(x, 0)).sum().square()`, "
-        "`events` a mask",
+        "where `events` is a mask",
         [0.9979, 7.3739, 0.0], [0.4609, 5.9140, 0.0],
         "`value_and_grads(..., create_graph=True)`", second_of_logcumsumexp,
     ),
@@ -514,24 +517,25 @@ ROWS = [
         "`func.value_and_grads`, nested", second_of_logcumsumexp_in_func,
     ),
     Row(
-        "`jvp(grad(f), (x,), (v,))[1]`, `f` squares of "
-        "`torch.logcumsumexp(x, 0) - y`, which are zero",
+        "`jvp(grad(f), (x,), (v,))[1]`, where `f` is the sum of squares of the zero "
+        "vector `torch.logcumsumexp(x, 0) - y`",
         [0.0, 0.0, 0.0], [3.0273, 2.7926, 0.1801], "`func.hvp`", forward_over_logcumsumexp,
     ),
     Row(
-        "`jvp(f, (w,), (w,))[1]`, `f` with "
+        "`jvp(f, (w,), (w,))[1]`, where `f` calls "
         "`torch.nn.functional.embedding(words, w, padding_idx=0)`",
         60.0, 50.0, "`func.jvp`", forward_through_padding,
     ),
     Row(
-        "`vjp` of `vjp` of `jvp`, `f` with "
-        "`torch.cumprod(x, 0)`, `x` with a zero",
+        "`vjp` of `vjp` of the `jvp` of `f`, where `f` calls `torch.cumprod(x, 0)`, and `x` has a "
+        "zero",
         53.39, 59.39, "`func.linearize`", linearized_jvp_of_cumprod,
     ),
     Row(
-        "`vjp` of `vjp` of `jvp`, `f` `(grad(g)(a) * v).sum()`, `g` with `torch.linalg.eigvals(a)`",
+        "`vjp` of `vjp` of the `jvp` of `f`, where `f` is `(grad(g)(a) * v).sum()`, and `g` calls "
+        "`torch.linalg.eigvals(a)`",
         -25.98, 28.74, "`func.linearize`", linearized_jvp_of_eigvals, REFUSED,
-        "of the gradient, times `v`",
+        "with `(grad(f)(a) * v).sum()` in place of the `jvp`",
         mended=mended_in("eigvals"),
     ),
     Row(

@@ -289,25 +289,26 @@ ROWS = [
         gradkit.UnsupportedGraphError, "`backward_`",
     ),
     Row(
-        "`grad(3 * y, (y, w))`, where `y = 2 * w` has a hook `g * 100`: by `y`",
+        "`grad(3 * y, (y, w))`, where `y = 2 * w` has a hook `g * 100`: w.r.t. `y`",
         [3.0], [300.0], "`value_and_grads`", hook_on_an_input,
     ),
     Row(
-        "`grad(loss, (y, w))`, where the backward of `y = f(w)` writes on its cotangent: by `y`",
+        "`grad(loss, (y, w))`, where the backward of `y = f(w)` changes its cotangent in place: "
+        "w.r.t. `y`",
         [21.0], [3.0], "`value_and_grads`", backward_that_writes_on_a_non_leaf,
     ),
     Row(
-        "`grad(a + f(w), (a, w))` with that `f`: by `a`",
+        "`grad(a + f(w), (a, w))` with such an `f`: w.r.t. `a`",
         [7.0], [1.0], "`value_and_grads`", backward_that_writes_on_a_sibling,
         refuses=gradkit.UnsupportedGraphError, instead="`checked()`",
     ),
     Row(
-        "`grad(a + torch.vmap(f)(w), (a, w))` with that `f`: by `a`",
+        "`grad(a + torch.vmap(f)(w), (a, w))` with such an `f`: w.r.t. `a`",
         [7.0], [1.0], "`value_and_grads`", backward_in_a_vmap_that_writes_on_a_sibling,
         refuses=gradkit.UnsupportedGraphError, instead="`checked()`",
     ),
     Row(
-        "`torch.func.grad(lambda a, w: a + f(w), (0, 1))(a, w)` with that `f`: by `a`",
+        "`torch.func.grad(lambda a, w: a + f(w), (0, 1))(a, w)` with such an `f`: w.r.t. `a`",
         [7.0], [1.0], "`func.value_and_grads`", backward_in_func_that_writes_on_a_sibling,
         refuses=gradkit.UnsupportedGraphError, instead="`checked()`",
     ),

@@ -143,9 +143,11 @@ def statistics_that_count_twice(device: torch.device) -> Case:
 REFUSED = gradkit.UnsupportedGraphError
 ROWS = [
     Row(
-        "`functional_call` at 3 of a module at 1 with a checkpoint inside: of `w * (2 * w) ** 2`",
+        "`functional_call` with `w = 3` of a module whose own `w` is 1, and whose forward pass "
+        "checkpoints `w * (2 * w) ** 2`: w.r.t. `w`",
         [12.0], [108.0], "`value_and_grads`", checkpoint_inside_of_functional_call, REFUSED,
-        "`func.make_functional`; in a function, `func.value_and_grads`; the checkpoint around it",
+        "`func.make_functional`, `func.value_and_grads` of a function, or a checkpoint around the "
+        "`functional_call`",
     ),
     Row(
         "`grad(f)(params, buffers)` of a `functional_call` with a batch norm: the given "
@@ -162,7 +164,7 @@ ROWS = [
         [256.0], [257.0], "`func.value_and_grads`", gradient_dtype, tolerance=1e-5,
     ),
     Row(
-        "`checkpoint` of a closure over a number that goes from 1 to 3",
+        "`checkpoint` of a closure over a number that changes from 1 to 3 before the backward pass",
         [6.0], [2.0], '`meta.unroll(..., memory="recompute")`', checkpoint_of_what_has_moved_on,
         REFUSED,
     ),

@@ -314,16 +314,17 @@ ROWS = [
         derivative_of_jvp_of_householder_product, None,
     ),
     Row(
-        "`grad` three times, of the sine of `torch.linalg.det(a)`",
+        "`grad` of `grad` of `grad` of the sine of `torch.linalg.det(a)`",
         [[-27.42, 33.93], [7.998, 29.92]], [[-25.03, 32.73], [3.205, 26.33]],
         _NESTED, third_of_det,
         mended=mended_in("det"),
     ),
     *(
         Row(
-            f"two `jvp` around `grad`, `f` with `{name}`",
+            f"`jvp` of `jvp` of `grad(f)`, where `f` calls `{name}`",
             [[1.2646, -10.691], [6.0863, -6.0306]], [[6.7824, 0.4418], [8.997, -1.4783]],
-            "`jvp` of `func.hvp`", show, REFUSED, '`mode="reverse-over-reverse"`, differentiated',
+            "`jvp` of `func.hvp`", show, REFUSED,
+            '`func.value_and_grads` of `func.hvp(..., mode="reverse-over-reverse")`',
             mended=mended_in("eig"),
         )
         for name, show in (
@@ -331,16 +332,17 @@ ROWS = [
         )
     ),
     Row(
-        "two `jvp` around `grad`, `f` the sine of `torch.prod(a)`, `a` with a zero",
+        "`jvp` of `jvp` of `grad(f)`, where `f` is the sine of `torch.prod(a)`, and `a` has a zero",
         [[18.0, 30.0], [-28.0, 15.0]], [[36.0, 54.0], [-28.0, 30.0]],
         "`jvp` of `func.hvp`", third_of_prod,
     ),
     Row(
-        "`jvp` of `jvp`, `f` with `torch.cumprod(x, 0)`, `x` with a zero",
-        53.39, 59.39, "`func.value_and_grads` of it", jvp_of_jvp_of_cumprod,
+        "`jvp` of the `jvp` of `f`, where `f` calls `torch.cumprod(x, 0)`, and `x` has a zero",
+        53.39, 59.39, "`func.value_and_grads` of the same function", jvp_of_jvp_of_cumprod,
     ),
     Row(
-        "`jvp(grad(f), (a,), (v,))[1]`, `f` with `torch.linalg.cholesky(a)`, `v` not symmetric",
+        "`jvp(grad(f), (a,), (v,))[1]`, where `f` calls `torch.linalg.cholesky(a)`, and `v` is not "
+        "symmetric",
         [[0.01242, -0.02484], [-0.02484, 0.04967]], [[-0.01499, -0.1052], [-0.1052, 0.04967]],
         "`func.hvp`", hessian_of_cholesky,
     ),
@@ -357,11 +359,11 @@ ROWS = [
         *NORMALIZED, _NESTED, second_of_weight_norm_compiled, REFUSED, "uncompiled",
     ),
     Row(
-        "a second derivative by the values of a `sparse_coo_tensor`",
+        "a second derivative w.r.t. the values of a `sparse_coo_tensor`",
         *ENTRIES, _EAGER, second_of_sparse_values, REFUSED, "with a dense tensor",
     ),
     Row(
-        "`grad` of `grad` by the values of a `sparse_coo_tensor`",
+        "`grad` of `grad` w.r.t. the values of a `sparse_coo_tensor`",
         *ENTRIES, _NESTED, second_of_sparse_values_in_func, REFUSED, "with a dense tensor",
     ),
     Row(
@@ -379,7 +381,7 @@ ROWS = [
         "with a loop",
     ),
     Row(
-        "`torch.linalg.lu_solve`, under one `vmap` over factors and one over `b`",
+        "`torch.linalg.lu_solve` under two `vmap`, one over the factors and one over `b`",
         [[0.7, 1.8], [26.0, 62.0]], [[0.7, 1.8], [0.5, 1.375]],
         "`func.value_and_grads` in two `vmap`", lu_solve_in_two_vmaps, REFUSED,
         "with `torch.linalg.solve`",

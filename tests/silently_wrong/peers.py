@@ -210,8 +210,10 @@ def weight_used_outside_in_backpack(device: torch.device) -> Case:
 
 REFUSED = gradkit.UnsupportedGraphError
 CHECKPOINTED = "two inner steps of a module with a checkpoint: the meta-gradient"
-OUTSIDE = "`layer(x) * layer.weight`, squared: of two samples, by the weight"
-RECOMPUTE = '`memory="recompute"` instead'
+OUTSIDE = (
+    "the loss `(layer(x) * layer.weight) ** 2` of two samples: each gradient w.r.t. the weight"
+)
+RECOMPUTE = '`memory="recompute"` instead of the checkpoint'
 ROWS = [
     Row(
         "`jac([w.sum(), w.sqrt().sum()], [w])` at `w = [0, 1]`: the first row",
@@ -229,7 +231,7 @@ ROWS = [
         "with `use_reentrant=False`", by="TorchJD",
     ),
     Row(
-        "`jac(3 * y, [w, y])`, where `y = 2 * w` has a hook `g * 100`: by `y`",
+        "`jac(3 * y, [w, y])`, where `y = 2 * w` has a hook `g * 100`: w.r.t. `y`",
         [3.0], [300.0], "`per_loss_grads`", hook_in_torchjd, by="TorchJD",
     ),
     Row(
@@ -242,7 +244,7 @@ ROWS = [
         by="TorchOpt",
     ),
     Row(
-        "Adam, one of two gradients 0: by a scale of the gradients",
+        "a step of Adam, where one of two gradients is 0: w.r.t. a factor of the gradients",
         float("nan"), -0.05, "`meta.adam`", a_dead_unit_in_torchopt, by="TorchOpt",
     ),
     Row(

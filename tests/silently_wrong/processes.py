@@ -308,13 +308,14 @@ ROWS = [
         "`distributed.per_loss_grads(losses, ddp)`",
     ),
     Row(
-        "`backward(params, grads)`, of a loss of `ddp.module`",
+        "`backward(params, grads)`, where `grads` are those of a loss of `ddp.module`",
         [2.0], [10.0], "`add_grads_(params, grads, hooks=True)`", shown(ddp_passed_by),
     ),
     Row(
-        "`.backward()` after one `autograd.grad` in the first iteration, `static_graph=True`",
+        "`.backward()` of DDP with `static_graph=True`, after `autograd.grad` in the first "
+        "iteration",
         [2.0], [10.0], "`value_and_grads(loss, params)`", shown(ddp_with_a_static_graph), REFUSED,
-        "`.backward()` after that",
+        "`.backward()` after this error",
     ),
     Row(
         "`grad(loss, params, materialize_grads=True)` of a `fully_shard` module",

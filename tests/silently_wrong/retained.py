@@ -55,11 +55,13 @@ def view_whose_base_changed(device: torch.device) -> Case:
 
 ROWS = [
     Row(
-        "`y.retain_grad()`, `early = 3 * y`, `y.mul_(5)`, `(early + 7 * y).backward()`: first `y`",
+        "`y.retain_grad()`, `early = 3 * y`, `y.mul_(5)`, `(early + 7 * y).backward()`: w.r.t. the "
+        "`y` before `mul_`",
         [7.0], [38.0], "`safe_retain`", retained_then_changed,
     ),
     Row(
-        "`view = base[:1]` with a hook, `base.mul_(5)`, `(3 * view).backward()`: for the hook",
+        "`view = base[:1]` with a hook, `base.mul_(5)`, `(3 * view).backward()`: what the hook "
+        "gets",
         None, [15.0], "`safe_retain`", view_whose_base_changed, gradkit.UnsupportedGraphError,
     ),
 ]  # fmt: skip

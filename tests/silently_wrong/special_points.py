@@ -195,9 +195,9 @@ ROWS = [
         0.0, 0.5, "`func.value_and_grads`, nested", second_of_a_zeroth_power,
     ),
     Row(
-        "`jvp(grad(lambda x: vector_norm(x) ** 2), (x,), (v,))[1]` at 0, `v` `[1, 2]`",
+        "`jvp(grad(lambda x: vector_norm(x) ** 2), (x,), (v,))[1]` at 0, where `v` is `[1, 2]`",
         [0.0, 0.0], [2.0, 4.0], "`func.hvp`", second_of_a_norm_of_zero,
-        refuses=gradkit.UnsupportedGraphError, instead="of `x.square().sum()`",
+        refuses=gradkit.UnsupportedGraphError, instead="`func.hvp` of `x.square().sum()`",
     ),
 ]  # fmt: skip
 
@@ -225,12 +225,12 @@ UNSEEN = [
         [[1.0, 1.0, 0.0]], [[0.5, 0.5, 0.0]], _SEEN, ties_of_distances, same=True,
     ),
     Row(
-        "`grad(ctc_loss(x, target, ...), x)`, `x` two steps of no `log_softmax`",
+        "`grad(ctc_loss(x, target, ...), x)`, where `x` is not the output of a `log_softmax`",
         [[0.1091, -0.1091], [0.0545, -0.0545]], [[-0.0909, -0.9091], [-0.5455, -0.4545]],
         _SEEN, ctc_loss_of_no_log_softmax, same=True,
     ),
     Row(
-        "`grad((torch.linalg.svd(a).U[:, 1] @ y) ** 2, a)` at `[[3], [4]]`, `y` `[1, 0]`",
+        "`grad((torch.linalg.svd(a).U[:, 1] @ y) ** 2, a)` at `[[3], [4]]`, where `y` is `[1, 0]`",
         [[0.0], [0.0]], [[-0.1536], [0.1152]],
         "`func`, `checked()`: right; `value_and_grads`", space_beyond_a_matrix, same=True,
     ),
@@ -241,11 +241,11 @@ UNSEEN = [
     ),
     Row(
         "`grad((block_diag(empty, x) * weights).sum(), x)`, where `empty` is of shape `(0,)`",
-        [1.0, 2.0], [3.0, 4.0], "inside `gradkit.checked()`: right; `value_and_grads`",
+        [1.0, 2.0], [3.0, 4.0], "`checked()`: right; `value_and_grads`",
         block_diag_of_an_empty_vector, same=True,
     ),
     Row(
-        "`grad(x.to_sparse().to_dense().sum(), x)` at `[0, 1]`, as torch documents",
+        "`grad(x.to_sparse().to_dense().sum(), x)` at `[0, 1]`; torch documents this",
         [0.0, 1.0], [1.0, 1.0], "every call", zeros_made_sparse, same=True,
     ),
 ]  # fmt: skip

@@ -143,17 +143,19 @@ def fused_after_channels_last(device: torch.device) -> Case:
 
 ROWS = [
     Row(
-        "`SGD(momentum=0.5, fused=True)`: a step, `channels_last`, a step",
+        "`SGD(momentum=0.5, fused=True)`, `channels_last` after one step: the weights after two "
+        "steps",
         [0.0, 0.71, 1.42, 2.13, 3.19, 3.9, 4.61, 5.32],
         [0.0, 0.76, 1.52, 2.28, 3.04, 3.8, 4.56, 5.32], "`minimize_`, `step_`",
         fused_after_channels_last,
     ),
     Row(
-        "two steps of `SGD(momentum=0.9)`: by a scale of the gradients",
+        "two steps of `SGD(momentum=0.9)`: w.r.t. a factor of the gradients",
         -0.1, -0.29, "`meta.sgd`", first_step_with_momentum,
     ),
     Row(
-        "Adam, AdamW, NAdam, RMSprop, Adagrad, one of two gradients 0: by a scale of gradients",
+        "a step of Adam, AdamW, NAdam, RMSprop and Adagrad, where one of two gradients is 0: "
+        "w.r.t. a factor of the gradients",
         [float("nan")] * 5, [-0.05, -0.05, -0.0528, -0.1653, -0.05],
         "`meta.from_torch`", a_dead_unit,
     ),
@@ -162,11 +164,11 @@ ROWS = [
         [-6.604e-6], [0.0], "`meta.adam`", count_of_steps, tolerance=1e-8,
     ),
     Row(
-        "`SGD(weight_decay=tensor)`: the given gradient",
+        "a step of `SGD(weight_decay=tensor)`: `.grad` afterwards, which was 1",
         [1.5], [1.0], "`meta.sgd`", weight_decay_that_is_learned,
     ),
     Row(
-        "a step of `ASGD(lr=tensor)`: by the learning rate",
+        "a step of `ASGD(lr=tensor)`: w.r.t. the learning rate",
         None, -0.9985, "`meta.from_torch`", learning_rate_of_asgd,
         gradkit.UnsupportedOptimizerError,
     ),

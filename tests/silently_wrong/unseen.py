@@ -677,14 +677,15 @@ def second_with_a_slope_outside(device: torch.device) -> Case:
 ROWS = [
     *special_points.UNSEEN,
     Row(
-        "`w.data.add_(1)` after the loss `w * w`: by `w`",
+        "`w.data.add_(1)` after the loss `w * w` is computed: w.r.t. `w`",
         [4.0], [2.0], "`value_and_grads`", value_changed_behind_autograd, same=True,
     ),
     Row(
-        "`SGD([d], fused=True).step()`, from 2 to 1, after the loss `d * g`: by `g`",
+        "`SGD([d], fused=True).step()`, which changes `d` from 2 to 1, after the loss `d * g` is "
+        "computed: w.r.t. `g`",
         [1.0], [2.0],
-        "`minimize_`, `step_`, and `step()` in `checked()`: `UnsupportedGraphError` afterwards; "
-        "`step()`, `value_and_grads`",
+        "`value_and_grads` after `minimize_`, `step_`, or `step()` in `checked()`: "
+        "`UnsupportedGraphError`; `value_and_grads` after `step()`",
         graph_from_before_a_fused_step, same=True,
     ),
     Row(
@@ -701,7 +702,7 @@ ROWS = [
         same=True,
     ),
     Row(
-        "`grad((torch.special.bessel_j0(w) + w**2).sum(), w)`; 7 more of "
+        "`grad((torch.special.bessel_j0(w) + w**2).sum(), w)`, and with 7 more functions of "
         "`torch.special`",
         [2.0], [1.5599],
         f"`func.value_and_grads`: right; {CHECKED}; `func.check_grads`: `GradientCheckError`; "
@@ -709,8 +710,8 @@ ROWS = [
         bessel_without_graph, same=True, mended=BESSEL_MENDED,
     ),
     Row(
-        "`grad((torch.special.spherical_bessel_j0(w) + w**2).sum(), w)`; 15 more of "
-        "`torch.special`",
+        "`grad((torch.special.spherical_bessel_j0(w) + w**2).sum(), w)`, and with 15 more "
+        "functions of `torch.special`",
         [2.0], [1.6988], f"`func.value_and_grads`: right; {CHECKED}; `value_and_grads`",
         spherical_bessel_without_graph, same=True,
     ),
@@ -719,35 +720,38 @@ ROWS = [
         [2.0], [1.8409], UNCHECKED, airy_without_graph, same=True,
     ),
     Row(
-        "`grad(torch.normal(zero, std).sum(), std)`, by a draw of 1.5410",
+        "`grad(torch.normal(zero, std).sum(), std)`, where the normal draw is 1.5410",
         [0.0], [1.5410], UNCHECKED, sample_of_normal, same=True,
     ),
     Row(
-        "checkpointed steps on `k * (w - start)**2` at `start`; `k` went from 1 to 3",
+        "two checkpointed SGD steps on `k * (w - start)**2` from `w = start`, the first with `k = "
+        "1`, the second with `k = 3`: w.r.t. `w`",
         [0.8, 0.8], [1.2, 1.2],
-        "`meta.unroll`, `k` in the batch: right; `memory=\"recompute\"`",
+        "`meta.unroll`, `k` in the batch: right; `meta.unroll(..., memory=\"recompute\")`",
         proximal_term_that_changed, same=True,
     ),
     Row(
-        "`grad((cube(w) + w).sum(), w)` of an operator without an autograd kernel; "
+        "`grad((cube(w) + w).sum(), w)`, where `cube` is an operator without an autograd kernel; "
         "torch warns once",
         [1.0], [4.0], UNCHECKED,
         operator_without_autograd, same=True,
     ),
     Row(
-        "`grad(x.sum(), w)`, where `x` is `w * 1`, which an operator with "
-        "`mutates_args` has tripled",
+        "`grad(x.sum(), w)`, where an operator with `mutates_args` has tripled `x = w * 1` in "
+        "place",
         [1.0], [3.0], UNCHECKED, operator_that_writes, same=True,
     ),
     Row(
         "`grad((y * w).sum(), w)`, where an operator with `mutates_args` has added `w * 1` to `y`, "
-        "which was zero and a constant",
+        "a constant of zero",
         [1.0], [2.0], UNCHECKED,
         operator_that_writes_on_a_constant, same=True,
     ),
     Row(
-        "`vjp(lambda x: w * x, x)[1](one)`, where `w` is 2, and `w.data.add_(1)` before the pull",
-        [3.0], [2.0], "`w.add_(1)`: `UnsupportedGraphError`; `w.data.add_(1)`, `func.vjp`",
+        "`vjp(lambda x: w * x, x)`, where `w` is 2, then `w.data.add_(1)`: what the vjp function "
+        "returns for `one`",
+        [3.0], [2.0],
+        "`func.vjp`, `w.add_(1)`: `UnsupportedGraphError`; `func.vjp`, `w.data.add_(1)`",
         captured_tensor_changed_behind_autograd, same=True,
     ),
     Row(
@@ -755,8 +759,8 @@ ROWS = [
         [3.0], None, "`value_and_grads(loss, w)`", retained_grad_inside, same=True,
     ),
     Row(
-        "`grad(norm(x * w).square().sum(), w)`, a batch norm in eval mode whose statistics "
-        "have changed since",
+        "`grad(norm(x * w).square().sum(), w)`, where `norm` is a batch norm in eval mode whose "
+        "statistics have changed since the forward pass",
         [14.142], [20.0], "`value_and_grads`", statistics_changed_since, same=True,
     ),
     Row(
@@ -765,20 +769,23 @@ ROWS = [
         [72.0], [36.0], BY_CHECKED, weight_stepped_after_a_checkpoint, same=True,
     ),
     Row(
-        "the same for `(w * x * b) ** 2`, where the function adds 1 to the buffer `b`",
+        "a checkpoint of `(w * x * b) ** 2` at the same `w` and `x`, where the function adds 1 to "
+        "the buffer `b`",
         [144.0], [36.0], BY_CHECKED, buffer_written_in_a_checkpoint, same=True,
     ),
     Row(
-        "the same for `(w * x * b) ** 2`, where `b` is a random number of numpy",
+        "a checkpoint of `(w * x * b) ** 2` at the same `w` and `x`, where `b` is a random number "
+        "of numpy",
         [9.431], [14.606], BY_CHECKED, numbers_of_numpy_in_a_checkpoint, same=True,
     ),
     Row(
-        "the same for `sin(w * x * v)`, where `v` is 5, and `v.requires_grad_()` before the pass",
+        "a checkpoint of `sin(w * x * v)` at the same `w` and `x`, where `v` is 5; "
+        "`v.requires_grad_()` before the backward pass",
         [14.403], [2.314], BY_CHECKED, factor_that_is_unfrozen_after_a_checkpoint, same=True,
     ),
     Row(
-        "`grad(rrelu(w, training=True), w).isnan()`, under saved-tensor hooks that copy"
-        ": unwritten memory",
+        "`grad(rrelu(w, training=True), w).isnan()`, under saved-tensor hooks that copy; torch "
+        "reads uninitialized memory",
         [True], [False],
         f"with `create_graph=True`: {REFUSED}; {BY_CHECKED}",
         noise_of_rrelu_copied_by_a_hook, same=True,
@@ -786,7 +793,7 @@ ROWS = [
     Row(
         "`grad((2 * w).sum() + linear(x, w).sum(), w)`, where `w` was made in inference mode",
         [[2.0]], [[3.0]],
-        f"`value_and_grads` without `2 * w`: {REFUSED}; with it",
+        f"`value_and_grads` without `2 * w`: {REFUSED}; `value_and_grads` with `2 * w`",
         parameter_of_inference_mode, same=True,
     ),
     Row(
@@ -794,80 +801,82 @@ ROWS = [
         [3.0], [5.0], "`value_and_grads`", parameter_cast_between_two_losses, same=True,
     ),
     Row(
-        "`grad(a + z, (a, b))`, where `z = b * 1` has a hook `g.data.mul_(10)`: by `a`",
+        "`grad(a + z, (a, b))`, where `z = b * 1` has a hook `g.data.mul_(10)`: w.r.t. `a`",
         [10.0], [1.0], f"{CHECKED}; `value_and_grads`", hook_that_writes_through_data, same=True,
     ),
     Row(
-        "`grad(a + z + c, (a, b))`, the hook `g.mul_(10)` keeps `g`, and "
-        "`c = a * 1` is older: by `a`",
+        "`grad(a + z + c, (a, b))`, where `z = b * 1` has the hook `g.mul_(10)` and one that keeps "
+        "`g`, and `c = a * 1` is older than `z`: w.r.t. `a`",
         [20.0], [2.0], "`value_and_grads`", hook_that_writes_on_a_part_of_a_sum, same=True,
     ),
     Row(
-        "`grad((a + z)[index], (a, b))` with that hook: by `a`",
+        "`grad((a + z)[index], (a, b))`, where `z = b * 1` has the hook `g.mul_(10)`: w.r.t. `a`",
         [10.0], [1.0], f"{CHECKED}; `value_and_grads`", hook_that_writes_where_torch_has_written,
         same=True,
     ),
     Row(
-        "`grad(y + y, (a, b))` with that hook, `y = a + z`: by `a`",
+        "`grad(y + y, (a, b))`, where `y = a + z`, and `z` has the hook `g.mul_(10)`: w.r.t. `a`",
         [20.0], [2.0], f"{CHECKED}; `value_and_grads`", hook_that_writes_below_a_sum, same=True,
     ),
     Row(
-        "`grad(z + y, (a, b))`, `y = 2 * a`, `z = b * 1` with a hook `g.mul_(10)`: "
-        "by `a`",
+        "`grad(z + y, (a, b))`, where `y = 2 * a`, and `z = b * 1` has the hook `g.mul_(10)`: "
+        "w.r.t. `a`",
         [20.0], [2.0], f"{CHECKED}; `value_and_grads`", hook_that_writes_beside_another_operation,
         same=True,
     ),
     Row(
-        "`grad(f(w + 0), w)`, where the backward of `f` returns one array of numpy every time",
+        "`grad(f(w + 0), w)`, where the backward of `f` returns the same numpy array in every "
+        "pass: the first gradient, after a second pass",
         [5.0], [1.0], "`value_and_grads(f(w), w)`: right; `value_and_grads(f(w + 0), w)`",
         gradient_in_a_workspace, same=True,
     ),
     Row(
-        "a second derivative of `f(w) + w**2` where the backward of the cube `f` is "
+        "a second derivative of `f(w) + w**2`, where the backward of the cube `f` is "
         "`g * 3 * x.detach()**2`",
         [2.0], [8.0],
         "`func.check_grads`: `GradientCheckError`; `value_and_grads(..., create_graph=True)`",
         second_of_a_backward_with_a_constant, same=True,
     ),
     Row(
-        "the same where the forward pass of `f` has kept `3 * x**2` outside of `ctx`",
+        "a second derivative of `f(w) + w**2`, where the forward pass of the cube `f` keeps "
+        "`3 * x**2` outside of `ctx`",
         [2.0], [8.0], "`value_and_grads(..., create_graph=True)`",
         second_with_a_slope_outside, same=True,
     ),
     Row(
-        "`module(x)` in another thread, during `functional_call(module, params, x)`: it gets these "
-        "params",
+        "`module(x)` in another thread, during `functional_call(module, params, x)`: its result, "
+        "which should not depend on `params`",
         [10.0], [1.0], "`func.make_functional`", module_called_in_another_thread, same=True,
     ),
     Row(
-        "`dist.all_reduce(x)` after the loss `w * x`: by `w`",
+        "`dist.all_reduce(x)` after the loss `w * x` is computed: w.r.t. `w`",
         [4.0], [1.0], "`value_and_grads`", shown(factor_that_was_reduced), same=True,
     ),
     Row(
-        "`grad(f)` of a `functional_call` whose module returns a function that computes later: by "
-        "`w`, of `w * x + later()`",
+        "`grad(f)`, where `f` returns `w * x + later()`: a `functional_call` has returned `w * x` "
+        "and the function `later`, which reads the module's `w`",
         [1.0], [2.0],
         "`func.make_functional`: `UnsupportedGraphError`; `func.value_and_grads` of `f`",
         output_computed_later, same=True,
     ),
     Row(
-        "`grad(f)` of a `functional_call` whose module has its `w` in a list, too: by `w`, of "
-        "`w * x + listed * x`",
+        "`grad(f)`, where `f` is a `functional_call` of a module that returns `w * x + listed[0] * "
+        "x`, and whose list `listed` holds `w`",
         [1.0], [2.0],
         "`func.make_functional`: `UnsupportedGraphError`; `func.value_and_grads` of `f`",
         parameter_in_a_list, same=True,
     ),
     Row(
-        "`grad(f)` of a module that has kept `2 * w` of a first pass, under `no_grad`: by `w`, of "
-        "`w * x + kept`",
+        "`grad(f)`, where `f` is a `functional_call` of a module that returns `w * x + kept`, and "
+        "`kept` is `2 * w` of an earlier pass, under `no_grad`",
         [1.0], [3.0], "`func.make_functional`", cache_without_a_graph, same=True,
     ),
     Row(
-        "`grad(call({\"w\": w}, {}, x)[0] + module.penalty, w)` at 3, where `call` is of "
-        "`make_functional`, and an earlier pass has left `module.penalty`, `w**2`",
+        "`grad(call({\"w\": w}, {}, x)[0] + module.penalty, w)` at 3, where `call` comes from "
+        "`make_functional`, and an earlier call of the module has set `module.penalty = w**2`",
         [1.0], [7.0],
-        "the loss as a function given to `func.value_and_grads`: right; `checked()`: "
-        "`UnsupportedGraphError`; eagerly",
+        "`func.value_and_grads` of the loss: right; `checked()`: `UnsupportedGraphError`; "
+        "`value_and_grads`",
         penalty_read_after_an_eager_call, same=True,
     ),
 ]  # fmt: skip
