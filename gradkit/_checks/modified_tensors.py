@@ -15,6 +15,7 @@ from gradkit._checks.checked import STATISTICS, is_checked
 from gradkit._checks.circumstances import USER_CODE, around
 from gradkit._compat.autograd import forward_line, sequence_number, tensor_hooks
 from gradkit._compat.nodes import (
+    CHANGED,
     IN_EVAL_MODE,
     WRITTEN_VIEW,
     changed_since_saved,
@@ -27,6 +28,7 @@ from gradkit._core import user_code
 from gradkit._core.call import Call
 from gradkit._core.graph import KEEP_HISTORY, Subgraph, edge, leaf_tensors, nodes_of_types
 from gradkit._core.user_code import FunctionLeaves
+from gradkit._state.recomputed_tensors import OF_A_GRAPH
 from gradkit._torch_bugs.missing import Reason
 from gradkit.errors import UnsupportedGraphError, describe, message
 
@@ -78,14 +80,17 @@ def refuse_written_since(saved: Iterable[tuple[Node, Tensor, int]]) -> None:
 
 
 def refuse_changed_since_saved(nodes: Iterable[Node], error: RuntimeError) -> None:
-    """Raise gradkit's error for torch's, of a tensor that one of a function's nodes has saved."""
-    for node in nodes:
+    """Raise gradkit's error for that of a tensor which one of a function's nodes has saved."""
+    text = str(error)
+    if text.startswith(OF_A_GRAPH):  # it has hooks, for the shards of parameters in this process
+        raise UnsupportedGraphError(_written_since("a tensor")) from error
+    for node in nodes if any(part in text for part in CHANGED) else ():
         if (changed := changed_since_saved(node)) is not None:
             raise UnsupportedGraphError(_written_since(f"`{changed[0]}`", node)) from error
 
 
-def _written_since(what: str, node: Node) -> str:
-    got = f"{what} that {node.name()} has saved, changed in place since"
+def _written_since(what: str, node: Node | None = None) -> str:
+    got = f"{what} that {node.name() if node else 'its graph'} has saved, changed in place since"
     fix = "call it again after the change, or let fn use a copy, tensor.clone()"
     return message("fn", _EXPECTED, got, fix)
 

@@ -80,10 +80,13 @@ def _recomputed_view(
         return whole.as_strided(size, stride, offset)
 
 
+OF_A_GRAPH = "the graph"  # what an error calls the place of a tensor that hooks have saved
+
+
 def _unchanged(tensor: Tensor, version: int) -> Tensor:
     """Return a tensor; raise if it was written on, which torch does not see where hooks are."""
     if tensor._version != version:
-        refuse_changed(f"a tensor of shape {tuple(tensor.shape)}", "the graph")
+        refuse_changed(f"a tensor of shape {tuple(tensor.shape)}", OF_A_GRAPH)
     return tensor
 
 

@@ -16,6 +16,7 @@ from torch.nn import functional
 import gradkit
 from gradkit import func
 from gradkit._core.user_code import hooks_registered
+from gradkit._state import recomputed_tensors
 from tests.func.test_graphs import UNARY, Once, derivatives, inputs
 from tests.helpers import World, assert_owned, assert_same_bits, same_bits
 
@@ -574,7 +575,17 @@ CHANGES = [
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("product", ["vjp", "linearize"])
-def test_what_fn_refers_to_has_changed(device: torch.device, product: str, change: str) -> None:
+@pytest.mark.parametrize("has_shards", [False, True])
+def test_what_fn_refers_to_has_changed(
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    has_shards: bool,
+    product: str,
+    change: str,
+) -> None:
+    """Also once a module of the process is sharded: then hooks save what graphs need."""
+    if has_shards:
+        monkeypatch.setattr(recomputed_tensors, "recomputed_tensor_sources", [object()])
     fn, write = changed_since(device, change)
     x = torch.ones(2, device=device)
     multiply = getattr(gradkit.func, product)(fn, x)[1]

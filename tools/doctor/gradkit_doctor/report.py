@@ -36,7 +36,7 @@ _CHECK = re.compile(r"(torch|gradkit): (.+) => (.+) == (.+)")
 EXTRAS = {
     "plot": ("matplotlib", "rich"),
     "torchjd": ("torchjd",),
-    "examples": ("scikit-learn", "rich", "matplotlib"),
+    "examples": ("scikit-learn", "rich", "matplotlib", "ase"),
 }
 
 
