@@ -728,4 +728,5 @@ def test_a_guarded_pass_of_a_function_is_that_of_the_eager_calls(device: torch.d
     ours = own_code(lambda: func.value_and_grads(of_params)(params))
     shared = {code.co_qualname for code in eager & ours}
     assert {"side_effects_put_back", "copied_on_arrival", "grad_versions"} <= shared
-    assert len(shared) >= 0.4 * len(eager)
+    # On a device, neither looks at what a Function keeps in memory.
+    assert len(shared) >= (0.4 if device.type == "cpu" else 1 / 3) * len(eager)
