@@ -127,6 +127,24 @@ def named_thread() -> Iterator[int]:
             _forget_caller()
 
 
+_tentative: set[int] = set()  # the threads that call tentative passes
+
+
+@contextmanager
+def tentative_passes() -> Iterator[None]:
+    """Let passes record graphs that may be thrown away: a derivative is refused once taken."""
+    with named_thread() as thread:
+        is_nested = thread in _tentative
+        with INSIDE if is_nested else undone(partial(_tentative.discard, thread)), INSIDE:
+            _tentative.add(thread)
+            yield
+
+
+def is_tentative() -> bool:
+    """Return whether this runs in a tentative pass, be it in a device's thread."""
+    return calling_thread() in _tentative
+
+
 def forward_line(node: Node) -> str | None:
     """Return the line of the forward pass that made a node, if anomaly detection was on."""
     # Run on torch 2.13.

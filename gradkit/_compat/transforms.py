@@ -89,8 +89,6 @@ class _Engine(threading.local):
     # The second run of a checkpointed function has how many transforms were around it when it
     # began, and the derivatives around the first run, which are those that are taken.
     second_run: tuple[int, tuple[str, ...]] | None = None
-    # The graph of the pass may be thrown away: a derivative of it is refused once it is taken.
-    is_tentative = False
 
     def __init__(self) -> None:
         self.made: dict[int, Tensor] = {}  # leaves that the innermost function has made, by id

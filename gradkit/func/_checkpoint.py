@@ -20,6 +20,7 @@ from gradkit._autograd.engine import inner_grads
 from gradkit._autograd.inner_pass import InnerPass
 from gradkit._checks.higher_derivatives import refuse_wrong_derivative
 from gradkit._compat import transforms as levels
+from gradkit._compat.autograd import is_tentative
 from gradkit._compat.dynamo import leave_uncompiled
 from gradkit._compat.transforms import BATCH, carries_graph, transforms, unbatched, varies
 from gradkit._compat.undoing import INSIDE, undo_stack, undone
@@ -162,7 +163,7 @@ class Recomputation:
                         linear = not leads_to_others(tensors, ())
                         refuse_wrong_derivative(lambda: self.name, variables, below, linear=linear)
                 except UnsupportedGraphError as error:
-                    if not levels.engine_calls.is_tentative:
+                    if not is_tentative():
                         raise
                     create, refused = False, str(error)
                 one = InnerPass(self.name, "its input {}".format, variables, below, cotangents)

@@ -22,17 +22,17 @@ from gradkit._autograd.inner_pass import InnerPass
 from gradkit._checks.higher_derivatives import refuse_wrong_derivative
 from gradkit._checks.modified_tensors import saved_versions
 from gradkit._compat import transforms as torch_func
+from gradkit._compat.autograd import tentative_passes
 from gradkit._compat.dynamo import functions_traced, inlined_function
 from gradkit._compat.transforms import (
     TensorLists,
     differentiated,
-    engine_calls,
     is_zero,
     level_of,
     recording_levels,
     transforms,
 )
-from gradkit._compat.undoing import INSIDE, undone
+from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
 from gradkit._core.call import Losses, read_losses, read_weights
 from gradkit._core.graph import Subgraph
@@ -111,12 +111,9 @@ class LevelPasses:
             return run(keep)
         below = Subgraph(roots)
         inner = InnerPass("the loss", self.path, variables, below, weights)
-        watch = (
-            self.in_eager_code or not self.is_pull
-        )  # of torch.func, which shows no edges to watch
+        watch = self.in_eager_code or not self.is_pull  # that of torch.func shows no edges
         if not keep and self._may_reach_outside(below):
-            with undone(partial(setattr, engine_calls, "is_tentative", False)):
-                engine_calls.is_tentative = True
+            with tentative_passes():
                 grads = inner.guarded(partial(run, True), create_graph=False, watch=watch)
             return self._looked_at(grads)
         if keep:
