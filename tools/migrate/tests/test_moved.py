@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from gradkit_migrate import Migrated, migrate
+from kinds import MOVED_KINDS
 from loops import MOVED, execute
+
+EVERY = {**MOVED, **MOVED_KINDS}
 
 
 def moved(source: str) -> str:
@@ -16,9 +19,9 @@ def moved(source: str) -> str:
     return result.source.decode()
 
 
-@pytest.mark.parametrize("name", MOVED)
+@pytest.mark.parametrize("name", EVERY)
 def test_a_moved_loop_leaves_the_same_weights(device: torch.device, name: str) -> None:
-    source, becomes = MOVED[name]
+    source, becomes = EVERY[name]
     new = moved(source)
     assert becomes in new
     assert ".backward(" not in new
@@ -28,7 +31,7 @@ def test_a_moved_loop_leaves_the_same_weights(device: torch.device, name: str) -
     assert our_log == their_log
 
 
-@pytest.mark.parametrize("name", MOVED)
+@pytest.mark.parametrize("name", EVERY)
 def test_what_was_moved_is_not_changed_again(device: torch.device, name: str) -> None:
-    new = moved(MOVED[name][0]).encode()
+    new = moved(EVERY[name][0]).encode()
     assert migrate(new) == Migrated(new, 0, [])
