@@ -11,8 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
-from threading import Lock
+from functools import cached_property, partial
 from types import FrameType
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 
 from gradkit._compat.autograd import storage_key, written_arguments
 from gradkit._compat.transforms import engine_calls
-from gradkit._compat.undoing import INSIDE
+from gradkit._compat.undoing import INSIDE, undone
 from gradkit._core import pytree
 from gradkit._core.user_code import captured_by
 from gradkit._state.copy_on_write import tensors_in, written
@@ -45,7 +44,7 @@ class Outside:
     def __init__(self, fn: object, given: Sequence[Any], variables: Sequence[Tensor]) -> None:
         self._fn, self._given, self._variables = fn, given, variables
         self.is_open = True  # until the call ends, and its hooks with it
-        self._pulls, self._lock = 0, Lock()
+        self.pulls: set[object] = set()  # those that run now, in which the hooks run, too
 
     def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the arguments of an operation that may change something, None for any other."""
@@ -91,14 +90,10 @@ class Outside:
     @contextmanager
     def pulled(self) -> Iterator[None]:
         """Let the hooks of the function run in a pass after its call."""
-        try:
-            with self._lock, INSIDE:
-                self._pulls, self.is_open = self._pulls + 1, True
+        pull = object()  # a count would be wrong after an interrupt
+        with undone(partial(self.pulls.discard, pull)), INSIDE:
+            self.pulls.add(pull)
             yield
-        finally:
-            with self._lock, INSIDE:
-                self._pulls -= 1
-                self.is_open = self._pulls > 0
 
     def _refuse_backward(self, inputs: Any) -> None:
         """Raise if torch.autograd.backward would add to `.grad` of what is outside."""
@@ -140,4 +135,4 @@ class _Hook:
 
     def __call__(self, grad: Tensor) -> Tensor | None:
         """Run the hook."""
-        return self._hook(grad) if self._call.is_open else None
+        return self._hook(grad) if self._call.is_open or self._call.pulls else None

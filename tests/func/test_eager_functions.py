@@ -6,6 +6,7 @@ A twin of each function does the same where torch.func can: the oracle.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from random import Random
@@ -234,6 +235,31 @@ def test_hooks_of_a_function_run_in_pulls_alone(device: torch.device, requires_g
         for one in (values, result):
             torch.autograd.grad(one.sum(), x, retain_graph=True)
     assert len(seen) == 2
+
+
+def test_hooks_run_in_pulls_of_several_threads_and_after_an_interrupt(device: torch.device) -> None:
+    x = torch.tensor([0.7, -0.4], dtype=F64, device=device, requires_grad=True)
+    interrupts = [True]
+
+    def fn(x: Tensor) -> Tensor:
+        def hook(grad: Tensor) -> Tensor:
+            if interrupts and interrupts.pop():
+                raise KeyboardInterrupt
+            return 3 * grad
+
+        y = x * x
+        y.register_hook(hook)
+        return y.sin()
+
+    values, pull = func.vjp(fn, x)
+    cotangent, right = torch.ones_like(x), 6 * x.detach() * (x.detach() ** 2).cos()
+    with pytest.raises(KeyboardInterrupt):
+        pull(cotangent)
+    (without,) = torch.autograd.grad(values.sum(), x, retain_graph=True)
+    torch.testing.assert_close(without, right / 3)
+    with ThreadPoolExecutor(4) as pool:
+        for pulled in pool.map(lambda _: pull(cotangent)[0], range(40)):
+            torch.testing.assert_close(pulled.detach(), right)
 
 
 def test_hooks_of_nodes_would_run_in_passes_through_the_outputs(device: torch.device) -> None:
