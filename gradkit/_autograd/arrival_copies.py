@@ -134,7 +134,8 @@ class ArrivalCapture:
         stack: ExitStack,
         *,
         create_graph: bool,
-        finder: WriteFinder | None = None,
+        ends: bool,
+        finder: WriteFinder | None,
     ) -> None:
         self._finder = finder
         self.own_pass: list[int] = []  # the number of the pass, once it has begun
@@ -143,15 +144,17 @@ class ArrivalCapture:
         # The version that the gradient of each non-leaf arrived with, by its number: a sibling may
         # have written on it before. What its own hooks write belongs to it.
         self.versions: dict[int, int] = {}
+        if not to_copy:
+            return
         self._hooked = {id(v) for v in to_copy if tensor_hooks(v)}
         ids = set(map(id, to_copy))
         numbered = [(index, v) for index, v in enumerate(variables) if id(v) in ids]
-        leaves = [(index, v) for index, v in numbered if v.grad_fn is None]
+        leaves = [(index, v) for index, v in numbered if ends or v.grad_fn is None]
         copies: list[CopyHook] = [_cloned] * len(leaves)
         if finder is not None:
             copies = [partial(_noted_and_cloned, finder, index) for index, _ in leaves]
         stack.enter_context(copied_on_arrival([leaf for _, leaf in leaves], copies))
-        for index, variable in numbered:
+        for index, variable in () if ends else numbered:
             if variable.grad_fn is not None:
                 self._arrived[index] = {}
                 hook = partial(self._store, index, variable)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradkit._autograd.arrival_copies import copied_on_arrival, hooks_refused
 from gradkit._autograd.engine import own_roots, run_batch, run_grad
-from gradkit._autograd.passes import PassRunner, side_effects
+from gradkit._autograd.passes import PassRunner
 from gradkit._checks.checked import is_checked
 from gradkit._checks.circumstances import USER_CODE, around
 from gradkit._checks.modified_tensors import functions_above_hidden, refuse_pre_hooks
@@ -68,7 +68,7 @@ class ConsumingRunner(PassRunner):
             self.consume(index, grad)
 
         arrivals = Arrivals(variables, consume)
-        effects = side_effects(self.call, variables, retain=retain) if users else nullcontext()
+        effects = self.side_effects(variables, retain=retain) if users else INSIDE
         with effects as written, INSIDE:
             with self.observed_inputs(variables) as inputs, arrivals.from_roots(outputs) as roots:
                 captured = run_grad(self.call, roots, inputs, seeds, retain_graph=retain)
@@ -76,7 +76,7 @@ class ConsumingRunner(PassRunner):
                 written.refuse(self.call.losses.first_paths)
         # The pass itself may have registered the first hook of the process.
         if versions and (around(self.call) & USER_CODE or user_code.hooks_registered()):
-            self.refuse_modified(outputs, variables, versions)
+            self.guarded(outputs, variables).refuse_modified(versions)
         return captured[: len(variables)]
 
     def batch(

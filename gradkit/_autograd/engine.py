@@ -6,7 +6,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from traceback import walk_tb
 from typing import Any
@@ -95,14 +95,8 @@ def run_grad(
             cotangents = [torch.ones_like(x) if seed is None else seed for x, seed in pairs]
             grads = run_engine(tuple(outputs), tuple(cotangents), *options, tuple(inputs), True)
         else:
-            grads = torch.autograd.grad(
-                outputs,
-                inputs,
-                seeds,
-                *options,
-                allow_unused=True,
-                is_grads_batched=is_grads_batched,
-            )
+            batched: Any = {"allow_unused": True, "is_grads_batched": is_grads_batched}
+            grads = torch.autograd.grad(outputs, inputs, seeds, *options, **batched)
             record_stream(grads)
     except RuntimeError as error:
         _raise_named(error, call)
@@ -121,10 +115,14 @@ def run_grad(
 
 
 @contextmanager
-def recording(call: Call) -> Iterator[None]:
-    """Run passes whose gradients get a graph: of what is recomputed, of Functions, of formulas."""
-    functions = _refuse_undifferentiable(call) if call.functions.users else INSIDE
-    with recompute_hooks(), functions, differentiated_by_formula(call.whole), INSIDE:
+def recording(
+    where: Callable[[], str], below: Subgraph, variables: Sequence[Tensor], *, recomputing: bool
+) -> Iterator[None]:
+    """Run passes whose gradients get a graph: of Functions, of formulas, of what is recomputed."""
+    refused = refuse_undifferentiable(where, below, variables)
+    functions = refused if user_code.functions_alive().users else INSIDE
+    saving = recompute_hooks() if recomputing else INSIDE  # `inner_grads` sees to that itself
+    with saving, functions, differentiated_by_formula(below), INSIDE:
         yield
 
 
@@ -139,11 +137,6 @@ def run_batch(
     except RuntimeError as error:
         _raise_named(error, call)
         raise
-
-
-def _refuse_undifferentiable(call: Call) -> AbstractContextManager[None]:
-    variables = [variable for _, _, variable in call.variables()]
-    return refuse_undifferentiable(call.losses.first_paths, call.whole, variables)
 
 
 def run_backward(
@@ -228,7 +221,8 @@ def _grads_restored_on_error(call: Call) -> Iterator[None]:
     leaves = list(call.whole.leaves.values())
     before = [leaf.grad for leaf in leaves]
     try:
-        with _refuse_undifferentiable(call):
+        variables = [variable for _, _, variable in call.variables()]
+        with refuse_undifferentiable(call.losses.first_paths, call.whole, variables):
             yield
     except UnsupportedGraphError:
         set_grads(leaves, before)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import islice
@@ -14,15 +14,11 @@ import torch
 from torch import Tensor
 
 from gradkit._autograd import engine, jacobian
-from gradkit._autograd.arrival_copies import (
-    ArrivalCapture,
-    WriteFinder,
-    hooks_refused,
-    without_shared_memory,
-)
+from gradkit._autograd.arrival_copies import ArrivalCapture, WriteFinder, hooks_refused
+from gradkit._autograd.guarded_pass import GuardedPass
 from gradkit._autograd.release import plan_release, release
 from gradkit._autograd.sample_pass import Uses, run_samples, uses_by_loss
-from gradkit._autograd.side_effects import WrittenGrads, side_effects_put_back
+from gradkit._autograd.side_effects import Written, side_effects_put_back
 from gradkit._checks.checked import step_monitor
 from gradkit._checks.circumstances import (
     CREATES_GRAPH,
@@ -40,7 +36,6 @@ from gradkit._checks.modified_tensors import (
     grad_versions,
     leaves_of_functions,
     nodes_of_functions,
-    refuse_modified,
     refuse_pre_hooks,
     variables_to_copy,
 )
@@ -55,7 +50,7 @@ from gradkit._compat.autograd import (
 from gradkit._compat.distributed import replicated
 from gradkit._compat.nodes import names_by_kind
 from gradkit._compat.transforms import detach_keep_tangent, in_dual_level
-from gradkit._compat.undoing import INSIDE, undo_stack
+from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
 from gradkit._core.call import (
     Call,
@@ -76,19 +71,7 @@ from gradkit._core.user_code import hooks_registered
 from gradkit._state.grad_attribute import grads_put_back
 from gradkit._state.hook_tables import hooks_kept, same_hooks_in_each_pass
 
-_version, _requires_grad = attrgetter("_version"), attrgetter("requires_grad")
-
-
-def side_effects(
-    call: Call, variables: list[Tensor], *, retain: bool
-) -> AbstractContextManager[WrittenGrads | None]:
-    """Put back what the Functions of a call write beside returning gradients, if it has any."""
-    if not nodes_of_functions(call):
-        return nullcontext()
-    paths, add = call.losses.first_paths, not call.create_graph
-    return side_effects_put_back(
-        leaves_of_functions(call), variables, paths, retain=retain, add=add
-    )
+_requires_grad = attrgetter("requires_grad")
 
 
 @dataclass(slots=True)
@@ -119,15 +102,47 @@ class PassRunner:
         call = self.call
         bits = around(call) if call.around is None else call.around
         if bits & GUARDED:
-            args = outputs, seeds, variables
-            grads, versions = self._guarded_grads(*args, bits, retain=retain)
+            grads = self._guarded_grads(outputs, seeds, variables, bits, retain=retain)
         else:
             grads = engine.run_grad(call, outputs, variables, seeds, retain_graph=retain)
-            # The pass itself may have registered the first hook of the process.
-            versions = grad_versions(variables, grads, ()) if hooks_registered() else {}
-        if versions:
-            self.refuse_modified(outputs, variables, versions)
+            if hooks_registered():  # the pass itself may have registered the first of the process
+                versions = grad_versions(variables, grads, ())
+                self.guarded(outputs, variables).refuse_modified(versions)
         return grads if shared or call.create_graph else owned(grads, variables)
+
+    def guarded(
+        self,
+        outputs: Sequence[Tensor],
+        variables: list[Tensor],
+        copied: Sequence[Tensor] = (),
+        **guards: Any,
+    ) -> GuardedPass:
+        """Return what the guards of a pass need to know."""
+        call = self.call
+
+        def where() -> str:
+            return ", ".join(map(call.losses.path, call.differentiated[:3]))
+
+        path, below = call.params_of(variables).path, partial(Subgraph, outputs)
+        guards |= {"create_graph": call.create_graph, "ends": False}
+        return GuardedPass(where, path, variables, below, copied, **guards)
+
+    def side_effects(
+        self, variables: list[Tensor], *, retain: bool
+    ) -> AbstractContextManager[Written]:
+        """Put back what the Functions of a call write beside returning gradients, if it has any."""
+        call = self.call
+        if not nodes_of_functions(call):
+            return INSIDE
+        paths, add = call.losses.first_paths, not call.create_graph
+        return side_effects_put_back(
+            leaves_of_functions(call), variables, paths, retain=retain, add=add
+        )
+
+    def _recording(self) -> AbstractContextManager[object]:
+        paths, below = self.call.losses.first_paths, self.call.whole
+        every = [variable for _, _, variable in self.call.variables()]
+        return engine.recording(paths, below, every, recomputing=True)
 
     def _guarded_grads(
         self,
@@ -137,24 +152,35 @@ class PassRunner:
         bits: int,
         *,
         retain: bool,
-    ) -> tuple[list[Tensor | None], dict[int, int]]:
-        """Run a pass among what user code may do; return the versions of gradients, too."""
-        call, copied = self.call, self.look_for_hooks(variables)
-        versions: dict[int, int] = {}
-        with side_effects(call, variables, retain=retain) as written, INSIDE:
-            with engine.recording(call) if bits & RECORDED else INSIDE, INSIDE:
-                if copied or written is not None or bits & (OBSERVED | RETAINED):
-                    args = outputs, seeds, variables, copied
-                    grads, versions = self._captured_grads(*args, written, retain=retain)
-                else:
-                    grads = engine.run_grad(call, outputs, variables, seeds, retain_graph=retain)
-            if (bits & USER_CODE or hooks_registered()) and len(copied) < len(variables):
-                versions |= grad_versions(variables, grads, copied)
+    ) -> list[Tensor | None]:
+        """Run a pass among what user code may do; it captures what is observed, too."""
+        call, monitor, copied = self.call, step_monitor(), self.look_for_hooks(variables)
+        finder = None if monitor is None else WriteFinder()
+        effects = self.side_effects(variables, retain=retain)
+        recording = self._recording() if bits & RECORDED else INSIDE
+        guards: Any = {"effects": effects, "recording": recording, "adds": not call.create_graph}
+
+        def execute(stack: ExitStack, capture: ArrivalCapture, written: Written) -> Grads:
+            inputs, roots, given = variables, outputs, seeds
+            if copied or written is not None or bits & (OBSERVED | RETAINED):
+                inputs = stack.enter_context(self.observed_inputs(variables))
             if written is not None:
-                if call.create_graph:
-                    written.refuse(call.losses.first_paths)
-                grads = written.added_to(grads)
-        return grads, versions
+                written.own_pass = capture.own_pass
+            if capture.needs_number or (written is not None and written.summed):
+                roots = stack.enter_context(engine.own_roots(outputs, capture.own_pass.append))
+            if finder is not None and bits & USER_CODE:
+                given = [None if seed is None else seed.clone() for seed in seeds]
+            with finder or INSIDE, INSIDE:
+                grads = engine.run_grad(call, roots, inputs, given, retain_graph=retain)
+            if finder is not None:
+                finder.report(call.params_of(variables))
+            if monitor is not None:
+                monitor.note(variables, grads[: len(variables)])
+                # Another optimizer may have been left in the loop, with parameters of the loss.
+                monitor.note(others := [*call.whole.leaves.values()], others)
+            return grads[: len(variables)]
+
+        return self.guarded(outputs, variables, copied, **guards).run(execute, finder)
 
     def look_for_hooks(self, variables: list[Tensor]) -> list[Tensor]:
         """Return the variables whose gradients are copied as they arrive; looked for once."""
@@ -162,54 +188,6 @@ class PassRunner:
             refuse_pre_hooks(self.call)
             self._copied[id(variables)] = variables_to_copy(self.call, variables)
         return self._copied[id(variables)]
-
-    def refuse_modified(
-        self, outputs: Sequence[Tensor], variables: list[Tensor], versions: Mapping[int, int]
-    ) -> None:
-        """Raise if a gradient that has this version, by the variable's number, was written on."""
-
-        def where() -> str:
-            return ", ".join(map(self.call.losses.path, self.call.differentiated[:3]))
-
-        path = self.call.params_of(variables).path
-        refuse_modified(where, path, variables, Subgraph(outputs), versions)
-
-    def _captured_grads(
-        self,
-        outputs: Sequence[Tensor],
-        seeds: Sequence[Tensor | None],
-        variables: list[Tensor],
-        copied: list[Tensor],
-        written: WrittenGrads | None,
-        *,
-        retain: bool,
-    ) -> tuple[list[Tensor | None], dict[int, int]]:
-        """Run a pass that also captures what is observed, and that leaves every `.grad` alone."""
-        # The results are the gradients, and the versions that those copied late had by then.
-        with undo_stack() as stack:
-            inputs = stack.enter_context(self.observed_inputs(variables))
-            create = self.call.create_graph
-            monitor = step_monitor()
-            finder = None if monitor is None else WriteFinder()
-            capture = ArrivalCapture(variables, copied, stack, create_graph=create, finder=finder)
-            roots = outputs
-            if written is not None:
-                written.own_pass = capture.own_pass
-            if capture.needs_number or (written is not None and written.summed):
-                roots = stack.enter_context(engine.own_roots(outputs, capture.own_pass.append))
-            if finder is not None and around(self.call) & USER_CODE:
-                nodes = self.call.whole.nodes
-                stack.enter_context(without_shared_memory(nodes, finder.note_copy))
-                seeds = [None if seed is None else seed.clone() for seed in seeds]
-            with finder or nullcontext(), INSIDE:
-                grads = engine.run_grad(self.call, roots, inputs, seeds, retain_graph=retain)
-            if finder is not None:
-                finder.report(self.call.params_of(variables))
-            if monitor is not None:
-                monitor.note(variables, grads[: len(variables)])
-                # Another optimizer may have been left in the loop, with parameters of the loss.
-                monitor.note(others := [*self.call.whole.leaves.values()], others)
-            return capture.replace(grads[: len(variables)]), capture.versions
 
     @contextmanager
     def observed_inputs(self, variables: list[Tensor]) -> Iterator[list[Any]]:
@@ -231,7 +209,7 @@ class PassRunner:
         """Return the gradients of a vmapped pass, which keeps the graph; they may share memory."""
         # Seeds have the shape `[B, *output.shape]`, gradients `[B, *variable.shape]`.
         if not self.call.no_subclasses:
-            with engine.recording(self.call) if self.call.create_graph else INSIDE, INSIDE:
+            with self._recording() if self.call.create_graph else INSIDE, INSIDE:
                 return engine.run_grad(
                     self.call,
                     [output],

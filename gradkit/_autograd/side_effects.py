@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -115,6 +115,9 @@ class WrittenGrads:
             fix = "return torch.autograd.grad(...) there; or call gradkit.value_and_grads, or "
             fix += "gradkit.per_loss_grads, without create_graph"
             raise UnsupportedGraphError(message(where(), expected, got, fix))
+
+
+Written: TypeAlias = WrittenGrads | None  # None where no Function may write
 
 
 @contextmanager

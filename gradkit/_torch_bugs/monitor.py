@@ -374,6 +374,9 @@ class OpMonitor(TorchFunctionMode):
 class ForwardMonitor(TorchFunctionMode):
     """Gives operations whose first derivative torch gets wrong, or drops, a formula, or refuses."""
 
+    # Each inner step of a loop makes three of these. An `OpMonitor`, which also notes what later
+    # derivatives would get wrong, takes 2.8 us to make, and this 0.5.
+
     def __init__(self, first: tuple[int, table.Stack] | None = None) -> None:
         super().__init__()
         self._alone = first is not None  # what `monitor_around` a first run had; none sees this one

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from gradkit._autograd.engine import inner_grads
-from gradkit._autograd.inner_pass import InnerPass
+from gradkit._autograd.guarded_pass import InnerPass
 from gradkit._checks.higher_derivatives import refuse_wrong_derivative
 from gradkit._compat import transforms as levels
 from gradkit._compat.autograd import is_tentative

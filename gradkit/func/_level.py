@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gradkit._autograd import engine
-from gradkit._autograd.inner_pass import InnerPass
+from gradkit._autograd.guarded_pass import InnerPass
 from gradkit._checks.higher_derivatives import refuse_wrong_derivative
 from gradkit._checks.modified_tensors import saved_versions
 from gradkit._compat import transforms as torch_func
@@ -100,12 +100,12 @@ class LevelPasses:
             given = roots, [*variables, *edges], weights or None
             return engine.inner_grads(*given, create_graph=create, retain_graph=keep)
 
-        return self.guarded(run, roots, weights, variables)
+        return self.run_pass(run, roots, weights, variables)
 
-    def guarded(
+    def run_pass(
         self, run: Callable[..., Grads], roots: Tensors, weights: Tensors, variables: Tensors
     ) -> Grads:
-        """Return the gradients of the pass `run(create_graph)`, if they are right."""
+        """Return the gradients of the pass `run(create_graph)`: a graph, where one is asked for."""
         keep = self._keeps(roots, weights)
         if self.level is None:
             return run(keep)
@@ -330,7 +330,7 @@ class LevelCall:
         self.monitor.check()
         passes = self.passes(self.create_graph, 0, is_pull=True)
         roots = [output for output in self.outputs.leaves if output.grad_fn is not None]
-        return passes.guarded(run, roots, list(seeds), self.variables), passes.refused
+        return passes.run_pass(run, roots, list(seeds), self.variables), passes.refused
 
 
 Cut: TypeAlias = Callable[[Iterable[Tensor]], Tensors]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradkit._autograd.engine import inner_grads
-from gradkit._autograd.inner_pass import InnerPass
+from gradkit._autograd.guarded_pass import InnerPass
 from gradkit._checks import eager_graph, recomputations
 from gradkit._compat.transforms import layers, transforms
 from gradkit._compat.undoing import INSIDE

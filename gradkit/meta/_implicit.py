@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradkit import errors, tree
-from gradkit._autograd.inner_pass import InnerPass
+from gradkit._autograd.guarded_pass import InnerPass
 from gradkit._checks import eager_graph, recomputations
 from gradkit._checks.higher_derivatives import refuse_wrong_derivative
 from gradkit._compat.transforms import carries_graph, is_dual, transforms

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gradkit import errors
 from gradkit._autograd.engine import inner_grads
-from gradkit._autograd.inner_pass import InnerPass
+from gradkit._autograd.guarded_pass import InnerPass
 from gradkit._checks import eager_graph, recomputations
 from gradkit._checks.higher_derivatives import refuse_wrong_derivative
 from gradkit._compat.autograd import with_function_modes
