@@ -6,6 +6,7 @@ import inspect
 import os
 import re
 import sys
+from ast import literal_eval
 from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from itertools import chain, islice
@@ -115,12 +116,14 @@ def _explain(error: Exception) -> None:
     """Make an error of torch.compile one of gradkit's, too, with what to do in its text."""
     from torch._dynamo.exc import TorchDynamoException
 
-    raised = re.search(r"raised exception (\w+)\(", str(error))
+    raised = re.search(r"raised exception (\w+)\((.*)\)", str(error))
     kind = getattr(errors, raised[1], None) if raised else errors.UnsupportedGraphError
     if not (isinstance(kind, type) and issubclass(kind, errors.GradkitError)):
         return  # an exception of the user's own
     text, given = str(error), error.args
-    if raised is None and "What to do:" not in text:
+    if raised is not None and not text.startswith(own := _text_of(raised[2])):
+        error.args = f"{own}\n\n{text}", *given[1:]
+    elif raised is None and "What to do:" not in text:
         explained = (
             explain(text.partition("from user code:")[0], True) for explain in explanations
         )
@@ -131,6 +134,14 @@ def _explain(error: Exception) -> None:
         of_torch: Any = type(error)
         members = {"__module__": of_torch.__module__}
         error.__class__ = type(of_torch.__name__, (of_torch, kind), members)
+
+
+def _text_of(written: str) -> str:
+    """Return the text of an error, as Python has written it among torch's own."""
+    try:
+        return str(literal_eval(written))
+    except (SyntaxError, ValueError):  # an error of several arguments
+        return written
 
 
 def _guarded_backend(backend: Callable[..., Any]) -> Callable[..., Any]:

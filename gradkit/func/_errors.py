@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from traceback import walk_tb
 from types import FrameType
@@ -24,6 +24,7 @@ from gradkit.errors import (
     GradkitError,
     LeafTypeError,
     UnsupportedGraphError,
+    first_line,
     message,
 )
 
@@ -319,22 +320,21 @@ def explain_compiled(text: str, always: bool) -> str | None:
     for known, (expected, got, fix) in (_COMPILED | _KNOWN).items():
         if any(part in text for part in known):
             fix = f"{fix}; or leave the call uncompiled: torch.compiler.disable(call)"
-            return message("fn", expected, got or _line_with(text, known), fix)
+            line = next(x for x in text.split("\n") if any(part in x for part in known))
+            return message("fn", expected, got or _raised_in(line), fix)
     if not always:
         return None
     expected = "a function that torch.compile traces inside of a derivative"
-    raised = re.search(r"got (\w+)\(['\"](.*)['\"]\)", text)
-    got = raised[2] if raised else text.strip().partition("\n")[0]
     fix = "leave the call uncompiled: torch.compiler.disable(call)"
-    return message("fn", expected, got[:_LONGEST].rstrip("."), fix)
+    return message("fn", expected, _raised_in(text), fix)
 
 
-def _line_with(text: str, parts: Iterable[str]) -> str:
-    line = next(x for x in text.split("\n") if any(part in x for part in parts))
-    return line.strip().rstrip(".")[-_LONGEST:]
+def _raised_in(text: str) -> str:
+    """Return the first line of the error that torch.compile says an operation raised."""
+    raised = re.search(r"got \w+\(['\"](.*?)(\\n|['\"]\)|$)", text)
+    return first_line(Exception(raised[1] if raised else text))
 
 
-_LONGEST = 300
 explanations.append(explain_compiled)
 # The same by parts of what torch.compile says.
 _COMPILED = {
