@@ -68,7 +68,10 @@ class InnerPass:
         # `run(edges, keep)` captures at edges of the graph, too, and keeps it, if there is a watch
         # on hooks that change gradients.
         formulas = differentiated_by_formula(self.below) if create_graph else INSIDE
-        if not user_code_may_run():
+        # A Function that is alive may be in another graph: that of the step before, say.
+        if not user_code_may_run() or not (
+            hooks_registered() or is_checked() or user_code.user_functions(self.below.kinds)
+        ):
             with formulas:
                 return run()
         if watch and hooks_registered() and (create_graph or any_changed_gradients()):
