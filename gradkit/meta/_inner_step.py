@@ -66,7 +66,8 @@ def read_loss(returned: PyTree, fn: str, *, has_aux: bool = False) -> tuple[Tens
         fix = "return their sum; or if this is (loss, aux), return the loss alone, or pass "
         fix += "has_aux=True to a call that takes it"
         raise errors.NotScalarLossError(message(fn, "one loss", got, fix))
-    return losses.leaves[0].reshape(()), aux
+    (one,) = losses.leaves
+    return one if one.dim() == 0 and one.grad_fn is not None else one.reshape(()), aux
 
 
 def read_loss_and_buffers(
