@@ -297,34 +297,23 @@ class _StorageWrites(autograd.TorchDispatchMode):  # type: ignore[no-untyped-cal
 
     @leave_uncompiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        may, allocates = _effects(func)
-        writes = may and self._copies_before_write(func, args, kwargs or {})
-        out = func(*args, **kwargs) if kwargs else func(*args)
-        for result in out if isinstance(out, tuple | list) else (out,):
-            if not isinstance(result, Tensor):
-                continue
-            if not writes:  # a tensor that is written is returned, often
-                self.made[id(result)] = ref(result)
-            if allocates and result.layout == torch.strided:
-                self._known.add(autograd.storage_key(result))
-        return out
-
-    def _copies_before_write(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Copy what an operator is about to write to, and return whether that is anything."""
-        if autograd.operator_schema(func) is None:
-            got = f"torch.{func}, which runs functions whose operations torch does not show"
-            expected = "operations that can run a second time"
-            fix = 'torch.where, or an if or a loop of Python; or memory="store" in unroll'
-            where = "a step that is computed again"
-            raise UnsupportedGraphError(message(where, expected, got, fix))
-        written = written_tensors(func, args, kwargs)
+        may_write, allocates = _effects(func)
+        written = written_tensors(func, args, kwargs or {}) if may_write else []
         for tensor in written:
             # Memory that is allocated inside, or was copied already, needs no copy.
             if tensor.layout == torch.strided and autograd.storage_key(tensor) not in self._known:
                 self._known.add(autograd.storage_key(tensor))
                 storage = tensor.untyped_storage()
                 self.snapshots.append((storage, _copied_storage(storage)))
-        return bool(written)
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        for result in out if isinstance(out, tuple | list) else (out,):
+            if not isinstance(result, Tensor):
+                continue
+            if not written:  # a tensor that is written is returned, often
+                self.made[id(result)] = ref(result)
+            if allocates and result.layout == torch.strided:
+                self._known.add(autograd.storage_key(result))
+        return out
 
     def has_made(self, tensor: Tensor) -> bool:
         made = self.made.get(id(tensor))
@@ -368,5 +357,11 @@ def _copied_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
 def _effects(func: Any) -> tuple[bool, bool]:
     """Return whether an operator may write, and whether its results are new: no views of others."""
     schema = autograd.operator_schema(func)
-    is_new = schema is not None and all(result.alias_info is None for result in schema.returns)
-    return schema is None or bool(written_arguments(func)), is_new
+    if schema is None:
+        got = f"torch.{func}, which runs functions whose operations torch does not show"
+        expected = "operations that can run a second time"
+        fix = 'torch.where, or an if or a loop of Python; or memory="store" in unroll'
+        where = "a step that is computed again"
+        raise UnsupportedGraphError(message(where, expected, got, fix))
+    is_new = all(result.alias_info is None for result in schema.returns)
+    return bool(written_arguments(func)), is_new

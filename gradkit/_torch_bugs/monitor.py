@@ -396,9 +396,8 @@ class ForwardMonitor(TorchFunctionMode):
                 return attention.by_formula(func, args, kwargs or {})
         elif name is not None and name != BACKWARD_PASS:
             return _run_in_eager_code(name, func, args, kwargs or {}, self.outer)
-        elif is_watched and name is None and not (_is_traced() or is_foreign(func)):
-            if len(_unnamed) < _MOST_ORDINARY:
-                _unnamed.add(func)
+        elif is_watched and not (_is_traced() or name or is_foreign(func)):
+            _unnamed.update([func] if len(_unnamed) < _MOST_ORDINARY else [])
         is_watched = is_watched and is_foreign(func) and not torch.compiler.is_compiling()
         written: foreign.Written = []
         if is_watched:

@@ -110,9 +110,7 @@ def refuse_captured(where: str, below: Subgraph, inputs: Iterable[Tensor], made:
     """Raise if a graph ends at a leaf that is no input, and that outlives the run."""
     # A leaf that an operator of the run has made, and that nothing but the graph refers to now.
     ids, alone = set(map(id, inputs)), _references_of_lone_leaf()
-    if ids.issuperset(below.leaves):
-        return
-    references = _references(below)
+    references = {} if ids.issuperset(below.leaves) else _references(below)
     if any(
         leaf.requires_grad and key not in ids and not (made(leaf) and references[key] <= alone)
         for key, leaf in below.leaves.items()
