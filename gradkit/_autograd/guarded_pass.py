@@ -133,12 +133,14 @@ class InnerPass:
         recording: AbstractContextManager[object] = INSIDE
         if create_graph:
             recording = engine.recording(where, below, variables, recomputing=False)
-        if not user_code_may_run():
+        functions = functions_below(below) if functions_alive().users else []
+        if not (
+            functions or hooks_registered()
+        ):  # others are of other graphs
             with recording:
                 return run()
         if watch and hooks_registered() and (create_graph or any_changed_gradients()):
             run = partial(watched_pass, run, where, below, variables, create_graph=create_graph)
-        functions = functions_below(below) if functions_alive().users else []
         effects: Any = INSIDE
         if functions:
             leaves = leaves_of_functions(functions)

@@ -60,10 +60,10 @@ def uses_by_loss(call: Call, least: int) -> dict[int, Uses]:
     if call.create_graph or any_observers():
         return every
     for (index,), params in call.passes:
-        loss, below = call.outputs[index], call.graph.below([index])
+        loss = call.outputs[index]
         if loss.numel() >= least and may_run(call, loss):
             try:
-                uses = uses_shared_by_samples(loss, below, params.variables)
+                uses = uses_shared_by_samples(loss, call.graph.below([index]), params.variables)
             except NotProvedError:
                 continue
             if not any_sparse_gradients(use.node for use in uses):

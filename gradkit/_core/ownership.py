@@ -83,7 +83,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 def written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Return the tensors that an operator writes on, called so: in place, `out=`, and in lists."""
     tensors: list[Tensor] = []
-    for index, name in _written_arguments(func):
+    for index, name in written_arguments(func):
         value = args[index] if index < len(args) else kwargs.get(name)
         values = value if isinstance(value, tuple | list) else (value,)
         tensors += [each for each in values if isinstance(each, Tensor)]
@@ -91,7 +91,7 @@ def written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 @cache
-def _written_arguments(func: Any) -> list[tuple[int, str]]:
+def written_arguments(func: Any) -> list[tuple[int, str]]:
     """Return the position and name of each argument that an operator writes to."""
     schema = autograd.operator_schema(func)
     # A higher-order operator, such as torch.cond, has none, and torch lets none write. To record a

@@ -68,6 +68,7 @@ _IN_PLACE = {
 
 # Operations that are none of the table's, and write on nothing: they run as they are.
 _ordinary: set[Any] = set()
+_unnamed: set[Any] = set()  # operations of torch's own that are none of the table's
 _is_traced = torch.compiler.is_dynamo_compiling
 _MOST_ORDINARY = 10_000  # each module of torch.ops, and each property, has functions of its own
 _active = threading.local()
@@ -386,6 +387,8 @@ class ForwardMonitor(TorchFunctionMode):
     @leave_uncompiled
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation; inside a call of gradkit.func, its own monitor sees to that."""
+        if not _is_traced() and func in _unnamed:
+            return func(*args, **kwargs) if kwargs else func(*args)
         is_watched = self._blocks and torch.is_grad_enabled()
         is_watched = is_watched and (self._alone or not active_monitors())
         name = name_of(func) if is_watched else None
@@ -396,6 +399,8 @@ class ForwardMonitor(TorchFunctionMode):
                 return attention.by_formula(func, args, kwargs or {})
         elif name is not None and name != BACKWARD_PASS:
             return _run_in_eager_code(name, func, args, kwargs or {}, self.outer)
+        elif is_watched and not (_is_traced() or name or is_foreign(func)):
+            _unnamed.update([func] if len(_unnamed) < _MOST_ORDINARY else [])
         is_watched = is_watched and is_foreign(func) and not torch.compiler.is_compiling()
         written: foreign.Written = []
         if is_watched:

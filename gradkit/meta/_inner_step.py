@@ -108,7 +108,8 @@ IsMade: TypeAlias = Callable[[Tensor], bool]  # whether an operator of the run h
 def refuse_captured(where: str, below: Subgraph, inputs: Iterable[Tensor], made: IsMade) -> None:
     """Raise if a graph ends at a leaf that is no input, and that outlives the run."""
     # A leaf that an operator of the run has made, and that nothing but the graph refers to now.
-    ids, alone, references = set(map(id, inputs)), _references_of_lone_leaf(), _references(below)
+    ids, alone = set(map(id, inputs)), _references_of_lone_leaf()
+    references = {} if ids.issuperset(below.leaves) else _references(below)
     if any(
         leaf.requires_grad and key not in ids and not (made(leaf) and references[key] <= alone)
         for key, leaf in below.leaves.items()
@@ -265,7 +266,8 @@ class InnerStep:
         twice = create_graph and not self.first_order  # whether the gradients get a graph, too
         with torch.enable_grad(), INSIDE:
             # Views: what outer variables or batches share with params is not params.
-            with recording_writes():  # a leaf that it makes is none from outside
+            # A leaf that it makes is none from outside; views are no leaves.
+            with INSIDE if all(x.requires_grad for x in tensors) else recording_writes():
                 variables = [
                     x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
                     for x in tensors

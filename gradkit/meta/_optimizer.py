@@ -393,7 +393,8 @@ def update(
                 if name == "step":
                     dtype = entry.dtype if before.is_floating_point() else torch.int64
                 entry = entry.reshape(before.shape).to(dtype)
-            column[index] = _not_given(entry, given[i])
+            is_tensor = isinstance(entry, Tensor)
+            column[index] = _not_given(entry, given[i]) if is_tensor else entry
     return after, after_state
 
 
@@ -405,13 +406,12 @@ def _exact(count: Any) -> Any:
     return count.reshape(()).to(torch.float32 if count.device.type == "mps" else torch.float64)
 
 
-def _not_given(entry: Any, given: Sequence[Any]) -> Any:
-    """Return an entry of a state, copied if it is a tensor that the rule was given for its leaf."""
+def _not_given(entry: Tensor, given: Sequence[Any]) -> Any:
+    """Return an entry of a state, copied if the rule was given this tensor for its leaf."""
     # `is` compares: torch.compile guards on each id() that it has asked for, and traces again.
-    if isinstance(entry, Tensor):
-        for one in given:
-            if entry is one:
-                return entry.clone()
+    for one in given:
+        if entry is one:
+            return entry.clone()
     return entry
 
 

@@ -1,4 +1,4 @@
-"""Programs that are compiled: each special operation of gradkit's table, and random compositions."""
+"""Programs to compile: each special operation of gradkit's table, and random compositions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gradkit import func
 from gradkit._core import pytree
 from gradkit._torch_bugs import table
 from tests.fuzz import formulas
-from tests.sweep.cases import D, EXCLUDED, LARGEST, flat, short
+from tests.sweep.cases import EXCLUDED, LARGEST, D, flat, short
 
 Loss = Callable[..., Tensor]  # of the tensors of a point
 Point = tuple[Tensor, ...]

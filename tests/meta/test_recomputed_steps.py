@@ -21,6 +21,8 @@ from tests.host_reads import host_reads
 pytestmark = pytest.mark.long
 
 STEPS = 4
+MANY = 2000  # numbers of which checksums are compared; fewer, on the CPU, are kept themselves
+few_and_many = pytest.mark.parametrize("size", [5, MANY])
 recomputing = pytest.mark.parametrize(
     "memory", others_slow(["recompute", 1, 2, 3, STEPS], ["recompute", 2])
 )
@@ -29,13 +31,14 @@ recomputing = pytest.mark.parametrize(
 class Loop:
     """An inner loop whose loss reads a number that may change."""
 
-    def __init__(self, device: torch.device, memory: Any) -> None:
+    def __init__(self, device: torch.device, memory: Any, size: int = 5) -> None:
         self.factor = 1.0
         self.memory = memory
-        self.w = torch.linspace(-1, 1, 5, device=device).requires_grad_()
+        self.w = torch.linspace(-1, 1, size, device=device).requires_grad_()
         self.scale = torch.full((), 0.5, device=device, requires_grad=True)
         self.batches = [
-            torch.full((5,), 0.1 * step, device=device, requires_grad=True) for step in range(STEPS)
+            torch.full((size,), 0.1 * step, device=device, requires_grad=True)
+            for step in range(STEPS)
         ]
 
     def loss(self, w: Tensor, scale: Tensor, x: Tensor) -> Tensor:
@@ -60,7 +63,7 @@ refused = pytest.raises(gradkit.UnsupportedGraphError, match="runs again")
 def test_a_pass_reads_once(
     device: torch.device, memory: Any, opt: meta.Optimizer, create_graph: bool
 ) -> None:
-    loop = Loop(device, memory)
+    loop = Loop(device, memory, MANY)
     with host_reads() as seen:
         adapted = [
             meta.unroll(loop.loss, w, loop.batches, opt, outer=loop.scale, memory=memory)
@@ -75,7 +78,7 @@ def test_a_pass_reads_once(
 
 @recomputing
 def test_the_second_derivative_reads_once(device: torch.device, memory: Any) -> None:
-    loop = Loop(device, memory)
+    loop = Loop(device, memory, MANY)
     _, grad = gradkit.value_and_grads(loop.height(), loop.w, create_graph=True)
     with host_reads() as seen:
         gradkit.value_and_grads(grad.square().sum(), loop.w)
@@ -99,8 +102,9 @@ def test_whatever_a_pass_is_for(
 
 
 @recomputing
-def test_backward_raises(device: torch.device, memory: Any) -> None:
-    loop = Loop(device, memory)
+@few_and_many
+def test_backward_raises(device: torch.device, memory: Any, size: int) -> None:
+    loop = Loop(device, memory, size)
     loss = loop.height()
     loop.factor = 1.5
     with refused:
@@ -110,9 +114,10 @@ def test_backward_raises(device: torch.device, memory: Any) -> None:
 
 
 @recomputing
-def test_each_pass_is_checked_by_itself(device: torch.device, memory: Any) -> None:
+@few_and_many
+def test_each_pass_is_checked_by_itself(device: torch.device, memory: Any, size: int) -> None:
     """A graph that is kept: one pass may differ, and the next one not."""
-    loop = Loop(device, memory)
+    loop = Loop(device, memory, size)
     loss = loop.height()
     expected = torch.autograd.grad(loss, loop.w, retain_graph=True)
     for factor in (2.0, 1.0, 2.0, 1.0):
@@ -143,7 +148,7 @@ def test_a_pass_that_raises_in_between(
     device: torch.device, memory: Any, place_of_error: str
 ) -> None:
     """It leaves nothing that a later pass would read."""
-    loop = Loop(device, memory)
+    loop = Loop(device, memory, MANY)
     expected = torch.autograd.grad(loop.height(), loop.w)
     raising, calls = True, 0
 
@@ -170,6 +175,33 @@ def test_a_pass_that_raises_in_between(
     loop.factor = 1.5
     with refused:
         torch.autograd.grad(loss, loop.w)
+
+
+@pytest.mark.parametrize("name", ["last grad", "value", "first grad"])
+@few_and_many
+def test_one_number_of_many_that_differs(device: torch.device, name: str, size: int) -> None:
+    """Also where a copy is compared first, rounding is none, and a loss that diverges is one."""
+    change = torch.zeros((), device=device)
+    loop = Loop(device, "recompute", size)
+
+    def loss(w: Tensor, scale: Tensor, x: Tensor) -> Tensor:
+        total = loop.loss(w, scale, x)
+        added = w[-1] * change if name == "last grad" else w.detach()[0] * change
+        return total + (added if name != "first grad" else w[0] * change)
+
+    def grad(by: float) -> Tensor:
+        height = loop.height(loss)
+        change.data.fill_(by)  # no version counts it
+        try:
+            return torch.autograd.grad(height, loop.w)[0]
+        finally:
+            change.data.zero_()
+
+    assert_same_bits(grad(1e-9), grad(0.0))
+    with refused:
+        grad(0.1)
+    loop.factor = float("nan")
+    grad(0.1)
 
 
 @pytest.mark.parametrize("memory", ["recompute", 1])
