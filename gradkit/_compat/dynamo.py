@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from itertools import chain, islice
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -136,6 +136,7 @@ def _explain(error: Exception) -> None:
 def _guarded_backend(backend: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(backend)
     def compiler(*args: Any, **kwargs: Any) -> Any:
+        _drop_guards(_tracer().output)
         compiled = guarded(backend)(*args, **kwargs)
         # The graph may enter transforms of torch.func, which no `finally` leaves.
         enters_levels = any("nesting" in str(node.target) for node in args[0].graph.nodes)
@@ -158,6 +159,31 @@ def _guarded_backend(backend: Callable[..., Any]) -> Callable[..., Any]:
 
     vars(compiler)["of_gradkit"] = True
     return compiler
+
+
+_READ = re.compile(r"G\['(?:__import_(gradkit\w*)|(\w+))'\]((?:\.\w+)*)(.*)")
+_FIXED = (str, tuple, frozenset, ModuleType)
+
+
+def _drop_guards(output: Any) -> None:
+    """Let a compiled call not look at gradkit's functions, classes and constants each time."""
+    of_call = str(output.global_scope.get("__name__"))  # gradkit's where nothing is around its call
+
+    def is_fixed(guard: Any) -> bool:
+        found = _READ.search(guard.name)
+        if found is None or not (found[1] or of_call.startswith("gradkit.")):
+            return False
+        value: Any = sys.modules[(found[1] or of_call).replace("_dot_", ".")]
+        names = [*filter(None, [found[2], *found[3].split(".")])]
+        while names and isinstance(value, ModuleType) and value.__name__.startswith("gradkit"):
+            value = getattr(value, names.pop(0), None)
+        # What gradkit has defined stays; of what it has imported, and of objects, the name alone.
+        is_own = str(getattr(value, "__module__", "")).startswith("gradkit")
+        whole = isinstance(value, _FIXED[:3]) or (is_own and isinstance(value, (type, FunctionType)))
+        return whole or not (names or found[4] or isinstance(value, int | None))
+
+    guards = output.guards
+    guards.inner = type(guards.inner)(guard for guard in guards.inner if not is_fixed(guard))
 
 
 _traced: list[str] = []  # the Functions that torch.compile has traced
