@@ -161,8 +161,8 @@ def _guarded_backend(backend: Callable[..., Any]) -> Callable[..., Any]:
     return compiler
 
 
+_FIXED = (str, tuple, frozenset)
 _READ = re.compile(r"G\['(?:__import_(gradkit\w*)|(\w+))'\]((?:\.\w+)*)(.*)")
-_FIXED = (str, tuple, frozenset, ModuleType)
 
 
 def _drop_guards(output: Any) -> None:
@@ -179,8 +179,8 @@ def _drop_guards(output: Any) -> None:
             value = getattr(value, names.pop(0), None)
         # What gradkit has defined stays; of what it has imported, and of objects, the name alone.
         is_own = str(getattr(value, "__module__", "")).startswith("gradkit")
-        whole = isinstance(value, _FIXED[:3]) or (is_own and isinstance(value, (type, FunctionType)))
-        return whole or not (names or found[4] or isinstance(value, int | None))
+        is_whole = isinstance(value, type | FunctionType) if is_own else isinstance(value, _FIXED)
+        return is_whole or not (names or found[4] or isinstance(value, int | None))
 
     guards = output.guards
     guards.inner = type(guards.inner)(guard for guard in guards.inner if not is_fixed(guard))

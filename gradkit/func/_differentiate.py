@@ -61,10 +61,11 @@ def differentiate(
     per_sample: bool = False,
 ) -> levels.LevelResult:
     """Call a function, and `run` passes from its losses."""
+    options = has_aux, create_graph, scalar, per_sample
+    if torch.compiler.is_compiling():
+        return levels.differentiate_in_trace(fn, arguments, kwargs, run, *options)
     if batched or not is_plain() or not adds_up_right(arguments, create_graph):
-        flags: Any = {"has_aux": has_aux, "create_graph": create_graph, "scalar": scalar}
-        flags |= {"batched": batched, "per_sample": per_sample}
-        return levels.differentiate_in_level(fn, arguments, kwargs, run, **flags)
+        return levels.differentiate_in_level(fn, arguments, kwargs, run, *options, batched)
     option = False if create_graph is None and not torch.is_grad_enabled() else create_graph
     monitor = OpMonitor(per_sample=per_sample)
     outside = Outside(fn, [*arguments.given, kwargs], arguments.variables)
@@ -256,7 +257,7 @@ class _EagerCall:
         constants = [x for x in outputs.leaves if not x.requires_grad]
         if not is_linear or not all(map(is_zero, constants)):
             passes.refuse_unreached(outputs)
-        tensors_of_aux, put_aux_back = levels.partition_aux(aux)
+        tensors_of_aux, put_aux_back = levels.partition_aux(aux, self.has_aux)
         values = [*outputs.leaves, *tensors_of_aux]
         if self.option is False:
             values = levels.detached(values)

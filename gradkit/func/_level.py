@@ -7,7 +7,7 @@ that `torch.func.vjp` returns, the others would need zero cotangents, and 0 * in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -43,7 +43,7 @@ from gradkit._core.user_code import functions_alive, hooks_made, user_code_may_r
 from gradkit._torch_bugs.monitor import OpMonitor, active_monitors
 from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError, describe, message
 from gradkit.func._arguments import Arguments, copied
-from gradkit.func._errors import independent, named_errors
+from gradkit.func._errors import independent, named_errors, refuse_export
 from gradkit.func._vmap_or_loop import BatchableOps
 
 _CONSTANTS = (str, bytes, Number, Enum, torch.dtype, torch.device, torch.Size, torch.layout)
@@ -59,7 +59,7 @@ class LevelPasses:
     in_transform: bool  # a transform around the level differentiates its results
     eager: bool  # eager code records what it computes
     variables: Tensors  # the level's tensors to differentiate with respect to
-    level: int | None  # its number; None while torch.compile traces, which cannot tell
+    level: int | None  # its number
     hooked: bool = False  # fn has registered hooks, which may use tensors that its losses do not
     refused: str | None = None  # why a derivative that eager code may take would be wrong
     create_graph: bool = True  # jacobian reads it, and stacks gradients; not the caller's option
@@ -70,15 +70,14 @@ class LevelPasses:
     def depends(self, output: Tensor) -> bool:
         """Return whether an output was computed from the variables; True while tracing."""
         # A tensor from outside may require grad, too, with a graph outside of the level.
-        return self.level is None or (output.requires_grad and level_of(output) == self.level)
+        return output.requires_grad and level_of(output) == self.level
 
     def refuse_unreached(self, losses: Losses) -> None:
-        """Raise if no path leads from a loss to a variable; nobody can tell while tracing."""
+        """Raise if no path leads from a loss to a variable."""
         # A parameter that fn makes requires grad in its level, too, and leads nowhere.
-        if self.level is not None:
-            below = Subgraph(list(filter(self.depends, losses.leaves)))
-            if not any(map(below.reaches, self.variables)):
-                raise independent(losses.first_paths())
+        below = Subgraph(list(filter(self.depends, losses.leaves)))
+        if not any(map(below.reaches, self.variables)):
+            raise independent(losses.first_paths())
 
     def grads(
         self,
@@ -107,8 +106,6 @@ class LevelPasses:
     ) -> Grads:
         """Return the gradients of the pass `run(create_graph)`, if they are right."""
         keep = self._keeps(roots, weights)
-        if self.level is None:
-            return run(keep)
         below = Subgraph(roots)
         inner = InnerPass("the loss", self.path, variables, below, weights)
         watch = self.in_eager_code or not self.is_pull  # that of torch.func shows no edges
@@ -131,8 +128,6 @@ class LevelPasses:
         # A transform around would take gradients without a graph for constants.
         if self.option is not None:
             return self.option
-        if self.level is None:
-            return self.in_transform or self.eager
         # Level 0 is eager code, around all transforms.
         return self.in_transform or any(0 in recording_levels(x) for x in (*roots, *weights))
 
@@ -183,6 +178,35 @@ class LevelPasses:
         return engine.vmapped_grads(lambda seed: (one([seed]), []), seeds)[0]
 
 
+class TracedPasses(LevelPasses):
+    """Passes while torch.compile traces, which cannot tell what depends on what."""
+
+    hooked = False
+
+    def __init__(self, monitor: OpMonitor, variables: Tensors, keep: bool) -> None:
+        self.monitor, self.variables, self._keep = monitor, variables, keep
+
+    def depends(self, output: Tensor) -> bool:
+        """Return True."""
+        return True
+
+    def grads(
+        self,
+        outputs: Sequence[Tensor],
+        seeds: Sequence[Tensor | None],
+        variables: Tensors,
+        *,
+        retain: bool,
+    ) -> Grads:
+        """Return the gradients of a weighted sum of outputs, zeros where nothing is reached."""
+        weights, keep = [seed for seed in seeds if seed is not None], self._keep
+        options: Any = {"create_graph": keep, "retain_graph": retain or keep}
+        return engine.inner_grads(outputs, variables, weights or None, **options)
+
+
+Run: TypeAlias = Callable[[Losses, LevelPasses], list[Grads]]
+
+
 class LevelResult(NamedTuple):
     """The results of a level."""
 
@@ -198,60 +222,94 @@ def differentiate_in_level(
     fn: Callable[..., Any],
     arguments: Arguments,
     kwargs: dict[str, Any],
-    run: Callable[[Losses, LevelPasses], list[Grads]],
-    *,
+    run: Run,
     has_aux: bool,
     create_graph: bool | None,
-    scalar: bool = True,
-    batched: bool = False,
-    per_sample: bool = False,
+    scalar: bool,
+    per_sample: bool,
+    batched: bool,
 ) -> LevelResult:
     """Call a function in a new level, and `run` passes from its losses."""
     in_transform, eager = differentiated(), torch.is_grad_enabled()
     cut, enabled = cut_of(create_graph)
     option = create_graph if cut is list else False
     # Under vmap, or the loop in its place, what fn writes on a tensor from outside stays with its
-    # sample. torch.compile cannot ask for the memory of a tensor.
-    ops = BatchableOps() if batched and not torch.compiler.is_compiling() else None
+    # sample.
+    ops = BatchableOps() if batched else None
     monitor = OpMonitor(per_sample=per_sample, writes=ops)
     outside: list[Any] = []
 
-    def inside(tensors: Sequence[Tensor], level: int | None = None) -> TensorLists:
+    def inside(tensors: Sequence[Tensor], level: int) -> TensorLists:
         if [tensor.dtype for tensor in tensors] != arguments.dtypes:
             for tensor, dtype in zip(tensors, arguments.dtypes, strict=True):
                 if tensor.dtype != dtype:
                     tensor.grad_dtype = dtype  # torch adds up the uses of a leaf in it [B1]
-        made = 0 if level is None else hooks_made()
+        made = hooks_made()
         with monitor.noting():
             returned = fn(*arguments.args_with(tensors), **kwargs)
             if ops is not None:
                 returned = ops.values(returned)
-            hooked = level is not None and hooks_made() > made
+            hooked = hooks_made() > made
             losses, aux = read_returned(returned, has_aux=has_aux, scalar=scalar)
         facts = option, in_transform, eager, list(tensors), level, hooked
         passes = LevelPasses(monitor, arguments.path, *facts)
         if not any(map(passes.depends, losses.leaves)):
             raise independent(losses.first_paths())
-        if monitor.is_nested and level is not None:
+        if monitor.is_nested:
             monitor.note_graph(Subgraph(list(filter(passes.depends, losses.leaves))))
         monitor.check()
         grads = run(losses, passes)
         if all(grad is None for part in grads for grad in part):
             passes.refuse_unreached(losses)
-        tensors_of_aux, put_aux_back = partition_aux(aux) if has_aux else ([], lambda _: None)
+        tensors_of_aux, put_aux_back = partition_aux(aux, has_aux)
         outside.extend((losses.spec, put_aux_back, passes.refused))
         return [losses.leaves, tensors_of_aux, *grads]
 
-    is_traced = torch.compiler.is_compiling()
-    enter: Any = torch_func.trace_in_level if is_traced else torch_func.run_in_level
     with leave_inference_mode(record=True), enabled, INSIDE:
         point = cut(arguments.variables)
-        values, tensors_of_aux, *grads = named_errors(lambda: enter(inside, point))
+        lists = named_errors(lambda: torch_func.run_in_level(inside, point))
+        values, tensors_of_aux, *grads = lists
         values, tensors_of_aux = copied(cut(values)), cut(tensors_of_aux)
     spec, put_aux_back, refused = outside
     dtypes = arguments.dtypes
     grads = [cast_to(dtypes, part) if len(part) == len(dtypes) else part for part in grads]
     return LevelResult(values, spec, grads, put_aux_back(tensors_of_aux), refused)
+
+
+def differentiate_in_trace(
+    fn: Callable[..., Any],
+    arguments: Arguments,
+    kwargs: dict[str, Any],
+    run: Run,
+    has_aux: bool,
+    create_graph: bool | None,
+    scalar: bool,
+    per_sample: bool,
+) -> LevelResult:
+    """Do what `differentiate_in_level` does, in a way that torch.compile traces."""
+    # Each function that is called takes a millisecond. torch.compile cannot ask for the memory of
+    # a tensor, so that nothing stands for one from outside.
+    refuse_export()
+    cut, enabled = cut_of(create_graph)
+    monitor = OpMonitor(per_sample=per_sample)
+    outside: list[Any] = []
+
+    def inside(tensors: Tensors) -> TensorLists:
+        with monitor.noting():
+            returned = fn(*arguments.args_with(tensors), **kwargs)
+        losses, aux = read_returned(returned, has_aux=has_aux, scalar=scalar)
+        monitor.check()
+        grads = run(losses, TracedPasses(monitor, tensors, cut is list))
+        tensors_of_aux, put_aux_back = partition_aux(aux, has_aux)
+        outside.extend((losses.spec, put_aux_back))
+        return [losses.leaves, tensors_of_aux, *grads]
+
+    with enabled:
+        lists = torch_func.trace_in_level(inside, cut(arguments.variables))
+        values, tensors_of_aux, *grads = lists
+        values, tensors_of_aux = copied(cut(values)), cut(tensors_of_aux)
+    spec, put_aux_back = outside
+    return LevelResult(values, spec, grads, put_aux_back(tensors_of_aux), None)
 
 
 @dataclass
@@ -279,18 +337,28 @@ class LevelCall:
         cut, enabled = cut_of(self.create_graph)
         with leave_inference_mode(record=True), enabled, INSIDE:
             point = cut(self.arguments.variables)
-            results: Any = named_errors(lambda: torch.func.vjp(self, *point, has_aux=True))
+            results: Any
+            if torch.compiler.is_compiling():
+                refuse_export()
+                results = torch_func.trace_in_level(lambda tensors: self(*tensors), point)
+                results = results[0], self._traced_pull, results[1]
+            else:
+                results = named_errors(lambda: torch.func.vjp(self, *point, has_aux=True))
             outputs, self.torch_pull, aux = results
-            self.values, aux = (copied(cut(tensors)) for tensors in (outputs, aux))
+            self.values, aux = copied(cut(outputs)), copied(cut(aux))
         self.aux = self.put_aux_back(aux)
         is_hidden = torch.compiler.is_compiling() or bool(transforms())
         self.saved = [] if is_hidden else saved_versions(self.outputs.leaves)
 
+    def _traced_pull(self, seeds: Sequence[Tensor]) -> Grads:
+        # What torch.func.vjp returns does the same, and puts together trees.
+        given, keep = (self.outputs.leaves, self.variables, seeds), torch.is_grad_enabled()
+        return engine.inner_grads(*given, create_graph=keep, retain_graph=True)
+
     def __call__(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], Tensors]:
         is_traced = torch.compiler.is_compiling()
-        if self.transposed and (is_traced or user_code_may_run()):
-            # Views, whose nodes are still there when the pass runs, after the level has ended; and
-            # in a Function's `apply`, torch.compile would take the inputs of vjp for constants.
+        if self.transposed and not is_traced and user_code_may_run():
+            # Views, whose nodes are still there when the pass runs, after the level has ended.
             tensors = views_of(tensors)
         count = functions_traced if is_traced else hooks_made
         made = count()
@@ -305,7 +373,7 @@ class LevelCall:
             constants = [x for x in self.outputs.leaves if not passes.depends(x)]
             if not self.is_linear or not all(map(is_zero, constants)):
                 passes.refuse_unreached(self.outputs)
-        tensors_of_aux, self.put_aux_back = partition_aux(aux)
+        tensors_of_aux, self.put_aux_back = partition_aux(aux, self.has_aux)
         return tuple(self.outputs.leaves), tensors_of_aux
 
     def passes(
@@ -333,6 +401,10 @@ class LevelCall:
         return passes.guarded(run, roots, list(seeds), self.variables), passes.refused
 
 
+def _no_aux(_: Iterable[Tensor]) -> None:
+    pass
+
+
 Cut: TypeAlias = Callable[[Iterable[Tensor]], Tensors]
 
 
@@ -348,7 +420,7 @@ def cut_of(create_graph: bool | None) -> tuple[Cut, AbstractContextManager[objec
     if create_graph is False:
         return detached, torch.enable_grad()
     if create_graph or torch.is_grad_enabled() or differentiated():
-        return list, nullcontext()
+        return list, INSIDE
     return detached_but_tangents, torch.enable_grad()
 
 
@@ -422,8 +494,12 @@ def require_tensor_or_constant(leaf: object, where: Callable[[], str], fix: str)
     raise LeafTypeError(message(where(), expected, got, fix))
 
 
-def partition_aux(aux: PyTree) -> tuple[Tensors, Callable[[Iterable[Tensor]], PyTree]]:
+def partition_aux(
+    aux: PyTree, has_aux: bool = True
+) -> tuple[Tensors, Callable[[Iterable[Tensor]], PyTree]]:
     """Do as `partition_tensors`; raise if a leaf is neither a tensor nor a constant."""
+    if not has_aux:
+        return [], _no_aux
     leaves, spec = pytree.flatten(aux)
     fix = "return a dict; or register the class: optree.register_pytree_node"
     for index, leaf in enumerate(leaves):
