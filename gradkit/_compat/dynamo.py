@@ -14,7 +14,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gradkit import errors
 from gradkit._compat.transforms import (
@@ -136,7 +136,7 @@ def _explain(error: Exception) -> None:
 def _guarded_backend(backend: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(backend)
     def compiler(*args: Any, **kwargs: Any) -> Any:
-        _drop_guards(_tracer().output)
+        _drop_guards(_tracer().output.guards)
         compiled = guarded(backend)(*args, **kwargs)
         # The graph may enter transforms of torch.func, which no `finally` leaves.
         enters_levels = any("nesting" in str(node.target) for node in args[0].graph.nodes)
@@ -161,28 +161,28 @@ def _guarded_backend(backend: Callable[..., Any]) -> Callable[..., Any]:
     return compiler
 
 
-_FIXED = (str, tuple, frozenset)
-_READ = re.compile(r"G\['(?:__import_(gradkit\w*)|(\w+))'\]((?:\.\w+)*)(.*)")
+_NEVER_REPLACED = set(map(id, (Tensor, torch.compiler, torch.func, torch.enable_grad, nn.Module)))
+_READ = re.compile(r"G\['__import_(gradkit\w*)'\]((?:\.\w+)*)(.*)")
 
 
-def _drop_guards(output: Any) -> None:
+def _drop_guards(guards: Any) -> None:
     """Let a compiled call not look at gradkit's functions, classes and constants each time."""
-    of_call = str(output.global_scope.get("__name__"))  # gradkit's where nothing is around its call
 
     def is_fixed(guard: Any) -> bool:
-        found = _READ.search(guard.name)
-        if found is None or not (found[1] or of_call.startswith("gradkit.")):
-            return False
-        value: Any = sys.modules[(found[1] or of_call).replace("_dot_", ".")]
-        names = [*filter(None, [found[2], *found[3].split(".")])]
-        while names and isinstance(value, ModuleType) and value.__name__.startswith("gradkit"):
-            value = getattr(value, names.pop(0), None)
+        module, path, inside = (_READ.findall(guard.name) or [("", "", "")])[0]
+        owner = value = cast("Any", sys.modules.get(module.replace("_dot_", ".")))
+        names = path.split(".")[1:]
+        while names and isinstance(value, ModuleType):
+            owner, value = value, getattr(value, names.pop(0), None)
         # What gradkit has defined stays; of what it has imported, and of objects, the name alone.
-        is_own = str(getattr(value, "__module__", "")).startswith("gradkit")
-        is_whole = isinstance(value, type | FunctionType) if is_own else isinstance(value, _FIXED)
-        return is_whole or not (names or found[4] or isinstance(value, int | None))
+        is_ours = str(getattr(owner, "__name__", "")).startswith("gradkit")
+        if names or inside:
+            is_defined = str(getattr(value, "__module__", "")).startswith("gradkit")
+            kinds = str, tuple, frozenset, *((type, FunctionType) if is_defined else ())
+            return is_ours and isinstance(value, kinds)
+        is_constant = is_ours and not isinstance(value, int | None)
+        return is_constant or id(value) in _NEVER_REPLACED
 
-    guards = output.guards
     guards.inner = type(guards.inner)(guard for guard in guards.inner if not is_fixed(guard))
 
 

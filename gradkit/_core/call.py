@@ -223,7 +223,7 @@ def read_losses(
         leaves, spec = [tree], LEAF
     else:
         leaves, spec = pytree.flatten(tree)
-    if not (PLAIN_TYPES.issuperset(map(type, leaves)) or any(map(_has_params, leaves))):
+    if not set(map(type, leaves)) <= PLAIN_TYPES and not any(map(_has_params, leaves)):
         leaves, spec = expand_params(tree, "losses")  # an iterator of losses, say
     losses = Losses(leaves, spec)
     if not leaves:

@@ -153,7 +153,11 @@ def read_params(
         _refuse_replicated(leaves, path, unless_whole=allow_whole_replicas)
     kinds = set(map(type, leaves))
     if are_distinct and kinds <= PLAIN_TYPES:
-        if all(map(_requires_grad, leaves)) or (is_variable and _are_plain_numbers(kinds, leaves)):
+        if all(map(_requires_grad, leaves)) or (
+            is_variable
+            and nn.Parameter not in kinds
+            and all(x.is_floating_point or x.is_complex for x in set(map(_dtype, leaves)))
+        ):
             try:
                 only_leaves = kinds == _PARAMETER or all(map(_is_leaf, leaves))
             except RuntimeError:
@@ -173,12 +177,6 @@ def read_params(
         refuse_lost_history(variables, lambda slot: path(slots.index(slot)))
         raise
     return Params(leaves, spec, variables, slots, root, no_subclasses, only_leaves)
-
-
-def _are_plain_numbers(kinds: set[type], leaves: list[Tensor]) -> bool:
-    return nn.Parameter not in kinds and all(
-        dtype.is_floating_point or dtype.is_complex for dtype in set(map(_dtype, leaves))
-    )
 
 
 def of_each(
@@ -295,9 +293,8 @@ def expand_params(
             _refuse_distributed(classes, lambda: root)
         return pytree.flatten(params)
     leaves, spec = pytree.flatten(tree)
-    if PLAIN_TYPES.issuperset(map(type, leaves)):
-        return leaves, spec
-    if not any(issubclass(kind, EXPANDED) for kind in set(map(type, leaves))):
+    kinds = set(map(type, leaves))
+    if kinds <= PLAIN_TYPES or not any(issubclass(kind, EXPANDED) for kind in kinds):
         return leaves, spec
     expanded: list[Any] = []
     for index, leaf in enumerate(leaves):

@@ -124,13 +124,13 @@ def _plain(tree: PyTree, leaves: list[Any]) -> Plain | None:
     if False not in are_leaves:
         leaves += items
     else:
-        for index, is_leaf in enumerate(are_leaves):
-            if is_leaf:
-                leaves.append(items[index])
-                continue
-            part = parts[index] = _plain(items[index], leaves)
-            if part is None:
+        for index, item in enumerate(items):
+            if are_leaves[index]:
+                leaves.append(item)
+            elif (part := _plain(item, leaves)) is None:
                 return None
+            else:
+                parts[index] = part
     return Plain(kind, tuple(tree) if kind is dict else None, tuple(parts))
 
 

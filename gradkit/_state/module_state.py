@@ -33,15 +33,14 @@ _turns: list[tuple[int, object]] = []
 _turns_changed = Condition()
 
 
-def alone() -> AbstractContextManager[None]:
-    """Let no other thread into such a block."""
-    return INSIDE if torch.compiler.is_compiling() else _alone()
-
-
 @contextmanager
-def _alone() -> Iterator[None]:
+def alone() -> Iterator[None]:
+    """Let no other thread into such a block."""
     # All modules share one lock: of two threads that call modules inside of modules, each could
     # wait for a lock that the other holds.
+    if torch.compiler.is_compiling():
+        yield
+        return
     with named_thread() as thread, INSIDE:
         block = thread, object()
         try:

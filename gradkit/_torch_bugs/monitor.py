@@ -53,7 +53,6 @@ from gradkit._torch_bugs.traced_operations import (
     FUNCTIONAL,
     IPOW,
     TRACED_BY_FORMULA,
-    is_traced_as_it_is,
     name_of,
     traced_by_formula,
     wrong_unseen,
@@ -179,13 +178,13 @@ class OpMonitor(TorchFunctionMode):
         """Run the operation, unless it has a known bug here."""
         # torch.cond has its calls traced: torch's compiler cannot look up all functions in a set.
         if self._watch is None or _is_traced():
-            if self._traced >= 0 and is_traced_as_it_is(func):
-                return func(*args, **kwargs) if kwargs else func(*args)
             if func is Tensor.unflatten:  # calls `super()`, which torch.compile cannot trace
                 return args[0].unflatten(*args[1:], **(kwargs or {}))
             name = traced_by_formula(func) if self._traced >= 0 else None
             if name is not None:
                 return TRACED_BY_FORMULA[name](func, *args, **(kwargs or {}))
+            if self._traced >= 0 and name_of(func) is None:
+                return func(*args, **kwargs) if kwargs else func(*args)
             return self._run(func, args, kwargs)
         if func in _ordinary and not (kwargs and _may_write(**kwargs)):
             if self._is_outermost or types:

@@ -189,13 +189,6 @@ def name_of(func: Callable[..., Any]) -> str | None:
 
 
 @run_in_trace
-def is_traced_as_it_is(func: Callable[..., Any]) -> bool:
-    """Return whether an operation has no bug, and torch.compile traces it under a mode."""
-    known = name_of(func) or traced_by_formula(func) or func is Tensor.unflatten
-    return not known
-
-
-@run_in_trace
 def wrong_unseen(count: int, watches: bool, more: int, batches: bool) -> str | None:
     """Return what an error says of an operation traced since of which no mode was told."""
     # torch.compile tells a mode of no other functions than torch lists as overridable; a mode takes

@@ -147,9 +147,14 @@ def read_arguments(
     if unused != "zeros" and is_traced:
         expected = "'zeros' under torch.compile, which cannot tell what a loss reaches"
         raise OptionError(message("unused", expected, repr(unused), "unused='zeros'"))
-    positions, single = _positions(argnums, len(args)), isinstance(argnums, int)
+    single, count = isinstance(argnums, int), len(args)
+    positions: tuple[int, ...]
+    if type(argnums) is int and 0 <= argnums < count:
+        positions = (argnums,)
+    else:
+        positions = _positions(argnums, count)
     if is_traced:  # the given numbers are symbols with dynamic=True
-        positions = tuple(i for position in positions for i in range(len(args)) if i == position)
+        positions = tuple([i for position in positions for i in range(count) if i == position])
     given = args[positions[0]] if single else {position: args[position] for position in positions}
     root = root or (f"args[{positions[0]}]" if single else "args")
     if is_traced:  # each class of which a trace makes an instance takes long
@@ -192,8 +197,6 @@ def _why_none(first: object, positions: tuple[int, ...], *, by_number: bool) -> 
 
 
 def _positions(argnums: object, count: int) -> tuple[int, ...]:
-    if type(argnums) is int and 0 <= argnums < count:
-        return (argnums,)
     if count == 0:
         expected, fix = "positional arguments of the call", "pass the params by position"
         raise OptionError(message("argnums", expected, "none in it", fix))

@@ -52,7 +52,7 @@ def differentiate(
     fn: Callable[..., Any],
     arguments: Arguments,
     kwargs: dict[str, Any],
-    run: Callable[[Losses, levels.LevelPasses], list[Grads]],
+    run: levels.Run,
     *,
     has_aux: bool,
     create_graph: bool | None,
@@ -61,11 +61,9 @@ def differentiate(
     per_sample: bool = False,
 ) -> levels.LevelResult:
     """Call a function, and `run` passes from its losses."""
-    options = has_aux, create_graph, scalar, per_sample
-    if torch.compiler.is_compiling():
-        return levels.differentiate_in_trace(fn, arguments, kwargs, run, *options)
     if batched or not is_plain() or not adds_up_right(arguments, create_graph):
-        return levels.differentiate_in_level(fn, arguments, kwargs, run, *options, batched)
+        options = has_aux, create_graph, scalar, per_sample, batched
+        return levels.differentiate_in_level(fn, arguments, kwargs, run, options)
     option = False if create_graph is None and not torch.is_grad_enabled() else create_graph
     monitor = OpMonitor(per_sample=per_sample)
     outside = Outside(fn, [*arguments.given, kwargs], arguments.variables)
@@ -152,12 +150,7 @@ class EagerPasses(levels.LevelPasses):
     _leads_outside: bool | None = None  # whether the losses do; asked once
 
     def grads(
-        self,
-        outputs: Sequence[Tensor],
-        seeds: Sequence[Tensor | None],
-        variables: Tensors,
-        *,
-        retain: bool,
+        self, outputs: Sequence[Tensor], seeds: levels.Seeds, variables: Tensors, *, retain: bool
     ) -> Grads:
         """Return the gradients of a weighted sum of outputs, from one engine pass."""
         is_clean = not (self.runs_users or hooks_registered()) and self.option is not True
@@ -272,11 +265,7 @@ class _EagerCall:
         return HeldCall(passes, outputs, values, aux, create_graph, self.outside)
 
     def result(
-        self,
-        run: Callable[[Losses, levels.LevelPasses], list[Grads]],
-        losses: Losses,
-        aux: PyTree,
-        passes: EagerPasses,
+        self, run: levels.Run, losses: Losses, aux: PyTree, passes: EagerPasses
     ) -> levels.LevelResult:
         """Return the results of passes, which carry a graph where they are to."""
         variables, dtypes = passes.variables, self.arguments.dtypes

@@ -37,7 +37,10 @@ def named_errors(run: Callable[[], R], *, nested: bool = False) -> R:
     # of torch's inside of another transform, or if `run` is `nested` ones: in one level alone they
     # are mostly mistakes of fn, and torch's text says which.
     if torch.compiler.is_compiling():
-        refuse_export()
+        if is_exporting():  # the program would return tensors of the trace
+            expected = "a call that runs, or that torch.compile traces"
+            fix = "export the model, and differentiate what the exported program returns"
+            raise UnsupportedGraphError(message("fn", expected, "torch.export", fix))
         return run()
     states = [] if rng.is_capturing() else rng.states()
     try:
@@ -58,14 +61,6 @@ def named_errors(run: Callable[[], R], *, nested: bool = False) -> R:
         if why is None:
             raise
         raise UnsupportedGraphError(message("fn", *why)) from error
-
-
-def refuse_export() -> None:
-    """Raise in torch.export: the program would return tensors of the trace."""
-    if is_exporting():
-        expected = "a call that runs, or that torch.compile traces"
-        fix = "export the model, and differentiate what the exported program returns"
-        raise UnsupportedGraphError(message("fn", expected, "torch.export", fix))
 
 
 def _why_refused(error: Exception, nested: bool) -> tuple[str, str, str] | None:

@@ -43,9 +43,10 @@ from gradkit._core.user_code import functions_alive, hooks_made, user_code_may_r
 from gradkit._torch_bugs.monitor import OpMonitor, active_monitors
 from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError, describe, message
 from gradkit.func._arguments import Arguments, copied
-from gradkit.func._errors import independent, named_errors, refuse_export
+from gradkit.func._errors import independent, named_errors
 from gradkit.func._vmap_or_loop import BatchableOps
 
+Seeds: TypeAlias = Sequence[Tensor | None]
 _CONSTANTS = (str, bytes, Number, Enum, torch.dtype, torch.device, torch.Size, torch.layout)
 
 
@@ -59,7 +60,7 @@ class LevelPasses:
     in_transform: bool  # a transform around the level differentiates its results
     eager: bool  # eager code records what it computes
     variables: Tensors  # the level's tensors to differentiate with respect to
-    level: int | None  # its number
+    level: int | None  # its number; None while torch.compile traces, which cannot tell
     hooked: bool = False  # fn has registered hooks, which may use tensors that its losses do not
     refused: str | None = None  # why a derivative that eager code may take would be wrong
     create_graph: bool = True  # jacobian reads it, and stacks gradients; not the caller's option
@@ -70,7 +71,7 @@ class LevelPasses:
     def depends(self, output: Tensor) -> bool:
         """Return whether an output was computed from the variables; True while tracing."""
         # A tensor from outside may require grad, too, with a graph outside of the level.
-        return output.requires_grad and level_of(output) == self.level
+        return self.level is None or (output.requires_grad and level_of(output) == self.level)
 
     def refuse_unreached(self, losses: Losses) -> None:
         """Raise if no path leads from a loss to a variable."""
@@ -80,14 +81,13 @@ class LevelPasses:
             raise independent(losses.first_paths())
 
     def grads(
-        self,
-        outputs: Sequence[Tensor],
-        seeds: Sequence[Tensor | None],
-        variables: Tensors,
-        *,
-        retain: bool,
+        self, outputs: Sequence[Tensor], seeds: Seeds, variables: Tensors, *, retain: bool
     ) -> Grads:
         """Return the gradients of a weighted sum of outputs, from one engine pass."""
+        if self.level is None:  # a trace has no graph to look at
+            weights, keep = [seed for seed in seeds if seed is not None], self.option is True
+            options: Any = {"create_graph": keep, "retain_graph": retain or keep}
+            return engine.inner_grads(outputs, variables, weights or None, **options)
         pairs = [p for p in zip(outputs, seeds, strict=True) if self.depends(p[0])]
         roots, cotangents = [output for output, _ in pairs], [seed for _, seed in pairs]
 
@@ -178,33 +178,9 @@ class LevelPasses:
         return engine.vmapped_grads(lambda seed: (one([seed]), []), seeds)[0]
 
 
-class TracedPasses(LevelPasses):
-    """Passes while torch.compile traces, which cannot tell what depends on what."""
-
-    hooked = False
-
-    def __init__(self, monitor: OpMonitor, variables: Tensors, keep: bool) -> None:
-        self.monitor, self.variables, self._keep = monitor, variables, keep
-
-    def depends(self, output: Tensor) -> bool:
-        """Return True."""
-        return True
-
-    def grads(
-        self,
-        outputs: Sequence[Tensor],
-        seeds: Sequence[Tensor | None],
-        variables: Tensors,
-        *,
-        retain: bool,
-    ) -> Grads:
-        """Return the gradients of a weighted sum of outputs, zeros where nothing is reached."""
-        weights, keep = [seed for seed in seeds if seed is not None], self._keep
-        options: Any = {"create_graph": keep, "retain_graph": retain or keep}
-        return engine.inner_grads(outputs, variables, weights or None, **options)
-
-
 Run: TypeAlias = Callable[[Losses, LevelPasses], list[Grads]]
+# has_aux, create_graph, scalar, per_sample, batched.
+Options: TypeAlias = tuple[bool, bool | None, bool, bool, bool]
 
 
 class LevelResult(NamedTuple):
@@ -219,97 +195,56 @@ class LevelResult(NamedTuple):
 
 
 def differentiate_in_level(
-    fn: Callable[..., Any],
-    arguments: Arguments,
-    kwargs: dict[str, Any],
-    run: Run,
-    has_aux: bool,
-    create_graph: bool | None,
-    scalar: bool,
-    per_sample: bool,
-    batched: bool,
+    fn: Callable[..., Any], arguments: Arguments, kwargs: dict[str, Any], run: Run, options: Options
 ) -> LevelResult:
     """Call a function in a new level, and `run` passes from its losses."""
+    has_aux, create_graph, scalar, per_sample, batched = options
     in_transform, eager = differentiated(), torch.is_grad_enabled()
     cut, enabled = cut_of(create_graph)
-    option = create_graph if cut is list else False
+    is_traced = torch.compiler.is_compiling()
+    option = cut is list and (create_graph or is_traced or None)
     # Under vmap, or the loop in its place, what fn writes on a tensor from outside stays with its
-    # sample.
-    ops = BatchableOps() if batched else None
+    # sample. torch.compile cannot ask for the memory of a tensor.
+    ops = BatchableOps() if batched and not is_traced else None
     monitor = OpMonitor(per_sample=per_sample, writes=ops)
     outside: list[Any] = []
 
-    def inside(tensors: Sequence[Tensor], level: int) -> TensorLists:
-        if [tensor.dtype for tensor in tensors] != arguments.dtypes:
+    def inside(tensors: Sequence[Tensor], level: int | None = None) -> TensorLists:
+        made = 0 if level is None else hooks_made()
+        if level is not None and [tensor.dtype for tensor in tensors] != arguments.dtypes:
             for tensor, dtype in zip(tensors, arguments.dtypes, strict=True):
                 if tensor.dtype != dtype:
                     tensor.grad_dtype = dtype  # torch adds up the uses of a leaf in it [B1]
-        made = hooks_made()
         with monitor.noting():
             returned = fn(*arguments.args_with(tensors), **kwargs)
             if ops is not None:
                 returned = ops.values(returned)
-            hooked = hooks_made() > made
+            hooked = level is not None and hooks_made() > made
             losses, aux = read_returned(returned, has_aux=has_aux, scalar=scalar)
         facts = option, in_transform, eager, list(tensors), level, hooked
         passes = LevelPasses(monitor, arguments.path, *facts)
         if not any(map(passes.depends, losses.leaves)):
             raise independent(losses.first_paths())
-        if monitor.is_nested:
+        if monitor.is_nested and level is not None:
             monitor.note_graph(Subgraph(list(filter(passes.depends, losses.leaves))))
         monitor.check()
         grads = run(losses, passes)
-        if all(grad is None for part in grads for grad in part):
+        if level is not None and all(grad is None for part in grads for grad in part):
             passes.refuse_unreached(losses)
         tensors_of_aux, put_aux_back = partition_aux(aux, has_aux)
         outside.extend((losses.spec, put_aux_back, passes.refused))
         return [losses.leaves, tensors_of_aux, *grads]
 
+    enter: Any = torch_func.trace_in_level if is_traced else torch_func.run_in_level
     with leave_inference_mode(record=True), enabled, INSIDE:
         point = cut(arguments.variables)
-        lists = named_errors(lambda: torch_func.run_in_level(inside, point))
-        values, tensors_of_aux, *grads = lists
+        values, tensors_of_aux, *grads = named_errors(lambda: enter(inside, point))
         values, tensors_of_aux = copied(cut(values)), cut(tensors_of_aux)
     spec, put_aux_back, refused = outside
-    dtypes = arguments.dtypes
-    grads = [cast_to(dtypes, part) if len(part) == len(dtypes) else part for part in grads]
+    if not is_traced:
+        dtypes = arguments.dtypes
+        grads = [cast_to(dtypes, part) if len(part) == len(dtypes) else part for part in grads]
     return LevelResult(values, spec, grads, put_aux_back(tensors_of_aux), refused)
-
-
-def differentiate_in_trace(
-    fn: Callable[..., Any],
-    arguments: Arguments,
-    kwargs: dict[str, Any],
-    run: Run,
-    has_aux: bool,
-    create_graph: bool | None,
-    scalar: bool,
-    per_sample: bool,
-) -> LevelResult:
-    """Do what `differentiate_in_level` does, in a way that torch.compile traces."""
-    # Each function that is called takes a millisecond. torch.compile cannot ask for the memory of
-    # a tensor, so that nothing stands for one from outside.
-    refuse_export()
-    cut, enabled = cut_of(create_graph)
-    monitor = OpMonitor(per_sample=per_sample)
-    outside: list[Any] = []
-
-    def inside(tensors: Tensors) -> TensorLists:
-        with monitor.noting():
-            returned = fn(*arguments.args_with(tensors), **kwargs)
-        losses, aux = read_returned(returned, has_aux=has_aux, scalar=scalar)
-        monitor.check()
-        grads = run(losses, TracedPasses(monitor, tensors, cut is list))
-        tensors_of_aux, put_aux_back = partition_aux(aux, has_aux)
-        outside.extend((losses.spec, put_aux_back))
-        return [losses.leaves, tensors_of_aux, *grads]
-
-    with enabled:
-        lists = torch_func.trace_in_level(inside, cut(arguments.variables))
-        values, tensors_of_aux, *grads = lists
-        values, tensors_of_aux = copied(cut(values)), cut(tensors_of_aux)
-    spec, put_aux_back = outside
-    return LevelResult(values, spec, grads, put_aux_back(tensors_of_aux), None)
 
 
 @dataclass
@@ -327,33 +262,21 @@ class LevelCall:
     has_user_code: bool = field(init=False)  # hooks; while torch.compile traces, a Function
     outputs: Losses = field(init=False)
     put_aux_back: Callable[[Iterable[Tensor]], PyTree] = field(init=False)
-    torch_pull: Callable[..., Iterable[Tensor]] = field(init=False)
     values: Tensors = field(init=False)  # copies of the outputs
     aux: PyTree = field(init=False)
     saved: list[Any] = field(init=False)  # by the graph of the level
 
     def hold(self) -> None:
-        """Call the function in a level of torch.func.vjp, for passes to come."""
+        """Call the function in a level of torch.func, for passes to come."""
         cut, enabled = cut_of(self.create_graph)
         with leave_inference_mode(record=True), enabled, INSIDE:
-            point = cut(self.arguments.variables)
-            results: Any
-            if torch.compiler.is_compiling():
-                refuse_export()
-                results = torch_func.trace_in_level(lambda tensors: self(*tensors), point)
-                results = results[0], self._traced_pull, results[1]
-            else:
-                results = named_errors(lambda: torch.func.vjp(self, *point, has_aux=True))
-            outputs, self.torch_pull, aux = results
+            # This, and `pulled`, are torch.func.vjp without its trees.
+            is_traced, point = torch.compiler.is_compiling(), cut(self.arguments.variables)
+            enter: Any = torch_func.trace_in_level if is_traced else torch_func.run_in_level
+            outputs, aux = named_errors(lambda: enter(lambda tensors, *_: self(*tensors), point))
             self.values, aux = copied(cut(outputs)), copied(cut(aux))
         self.aux = self.put_aux_back(aux)
-        is_hidden = torch.compiler.is_compiling() or bool(transforms())
-        self.saved = [] if is_hidden else saved_versions(self.outputs.leaves)
-
-    def _traced_pull(self, seeds: Sequence[Tensor]) -> Grads:
-        # What torch.func.vjp returns does the same, and puts together trees.
-        given, keep = (self.outputs.leaves, self.variables, seeds), torch.is_grad_enabled()
-        return engine.inner_grads(*given, create_graph=keep, retain_graph=True)
+        self.saved = [] if is_traced or transforms() else saved_versions(self.outputs.leaves)
 
     def __call__(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], Tensors]:
         is_traced = torch.compiler.is_compiling()
@@ -389,7 +312,9 @@ class LevelCall:
 
         def run(create: bool) -> Grads:
             cut = detached if self.create_graph is False else detached_but_tangents
-            return [*(list if create else cut)(self.torch_pull(tuple(seeds)))]
+            given, keep = (self.outputs.leaves, self.variables, seeds), torch.is_grad_enabled()
+            grads = torch_func.autograd_grad(*given, retain_graph=True, create_graph=keep)
+            return [*(list if create else cut)(grads)]
 
         if torch.compiler.is_compiling():
             if self.has_user_code and transforms():  # compiled, its second derivative would be 0
@@ -399,10 +324,6 @@ class LevelCall:
         passes = self.passes(self.create_graph, 0, is_pull=True)
         roots = [output for output in self.outputs.leaves if output.grad_fn is not None]
         return passes.guarded(run, roots, list(seeds), self.variables), passes.refused
-
-
-def _no_aux(_: Iterable[Tensor]) -> None:
-    pass
 
 
 Cut: TypeAlias = Callable[[Iterable[Tensor]], Tensors]
@@ -499,7 +420,7 @@ def partition_aux(
 ) -> tuple[Tensors, Callable[[Iterable[Tensor]], PyTree]]:
     """Do as `partition_tensors`; raise if a leaf is neither a tensor nor a constant."""
     if not has_aux:
-        return [], _no_aux
+        return [], lambda _: None
     leaves, spec = pytree.flatten(aux)
     fix = "return a dict; or register the class: optree.register_pytree_node"
     for index, leaf in enumerate(leaves):

@@ -177,7 +177,8 @@ def jvp(
     directions = _read_directions(arguments, tangents)
     run = levels.LevelCall(fn, arguments, OpMonitor(), has_aux, create_graph, transposed=False)
     cut = levels.detached if create_graph is False else list
-    with put_back(fn), alone(), leave_inference_mode(record=True):
+    turn = INSIDE if torch.compiler.is_compiling() else alone()
+    with put_back(fn), turn, leave_inference_mode(record=True):
         # Copies, which fn may change, or return.
         given, count = tuple(copied(cut([*arguments.variables, *directions]))), len(directions)
         point, along = given[:count], given[count:]
@@ -388,7 +389,8 @@ def hvp(
             return grads, result.values
 
     cut, enabled = levels.cut_of(create_graph)
-    with put_back(fn), alone(), leave_inference_mode(record=True), enabled, INSIDE:
+    turn = INSIDE if torch.compiler.is_compiling() else alone()
+    with put_back(fn), turn, leave_inference_mode(record=True), enabled, INSIDE:
         # An expanded tensor can have no tangent of its own.
         given = (cut(arguments.variables), cut(directions))
         point, along = (tuple(x.clone() if overlaps_itself(x) else x for x in xs) for xs in given)
