@@ -179,8 +179,6 @@ class LevelPasses:
 
 
 Run: TypeAlias = Callable[[Losses, LevelPasses], list[Grads]]
-# has_aux, create_graph, scalar, per_sample, batched.
-Options: TypeAlias = tuple[bool, bool | None, bool, bool, bool]
 
 
 class LevelResult(NamedTuple):
@@ -195,10 +193,10 @@ class LevelResult(NamedTuple):
 
 
 def differentiate_in_level(
-    fn: Callable[..., Any], arguments: Arguments, kwargs: dict[str, Any], run: Run, options: Options
+    fn: Callable[..., Any], arguments: Arguments, kwargs: dict[str, Any], run: Run, options: Any
 ) -> LevelResult:
     """Call a function in a new level, and `run` passes from its losses."""
-    has_aux, create_graph, scalar, per_sample, batched = options
+    has_aux, create_graph, scalar, per_sample, batched = options  # as of `differentiate`
     in_transform, eager = differentiated(), torch.is_grad_enabled()
     cut, enabled = cut_of(create_graph)
     is_traced = torch.compiler.is_compiling()
