@@ -405,13 +405,15 @@ def vmapped_grads(
     """Vmap a function that returns gradients, some of them None, and other tensors."""
     reached: list[bool] = []
 
-    def present(*tensors: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    def present(*tensors: Tensor) -> tuple[Tensor, ...]:
         grads, others = run_one(*tensors)
         reached[:] = [grad is not None for grad in grads]
-        return [grad for grad in grads if grad is not None], others  # vmap returns tensors only
+        # vmap returns tensors only; a trace of lists in a tuple takes long.
+        return tuple([grad for grad in (*grads, *others) if grad is not None])
 
-    grads, others = vmap(present, **options)(*batched)
-    return merged([None] * len(reached), reached, grads), list(others)
+    results = vmap(present, **options)(*batched)
+    count = reached.count(True)
+    return merged([None] * len(reached), reached, results), list(results[count:])
 
 
 def reference_backward(losses: Sequence[Tensor]) -> None:

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from itertools import chain, islice
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gradkit import errors
 from gradkit._compat.transforms import (
@@ -147,6 +147,7 @@ def _text_of(written: str) -> str:
 def _guarded_backend(backend: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(backend)
     def compiler(*args: Any, **kwargs: Any) -> Any:
+        _drop_guards(_tracer().output.guards)
         compiled = guarded(backend)(*args, **kwargs)
         # The graph may enter transforms of torch.func, which no `finally` leaves.
         enters_levels = any("nesting" in str(node.target) for node in args[0].graph.nodes)
@@ -169,6 +170,32 @@ def _guarded_backend(backend: Callable[..., Any]) -> Callable[..., Any]:
 
     vars(compiler)["of_gradkit"] = True
     return compiler
+
+
+_NEVER_REPLACED = set(map(id, (Tensor, torch.compiler, torch.func, torch.enable_grad, nn.Module)))
+_READ = re.compile(r"G\['__import_(gradkit\w*)'\]((?:\.\w+)*)(.*)")
+
+
+def _drop_guards(guards: Any) -> None:
+    """Let a compiled call not look at gradkit's functions, classes and constants each time."""
+
+    def is_fixed(guard: Any) -> bool:
+        module, path, inside = (_READ.findall(guard.name) or [("", "", "")])[0]
+        owner = value = cast("Any", sys.modules.get(module.replace("_dot_", ".")))
+        names = path.split(".")[1:]
+        while names and isinstance(value, ModuleType):
+            owner, value = value, getattr(value, names.pop(0), None)
+        # What gradkit has defined stays; of what it has imported, and of objects, the name alone.
+        is_ours = str(getattr(owner, "__name__", "")).startswith("gradkit")
+        if names or inside:
+            is_defined = str(getattr(value, "__module__", "")).startswith("gradkit")
+            kinds = str, tuple, frozenset, *((type, FunctionType) if is_defined else ())
+            return is_ours and isinstance(value, kinds)
+        # Lists, dictionaries, sets and numbers are state, which a later call may find changed.
+        is_constant = callable(value) or isinstance(value, str | tuple | frozenset | ModuleType)
+        return (is_ours and is_constant) or id(value) in _NEVER_REPLACED
+
+    guards.inner = type(guards.inner)(guard for guard in guards.inner if not is_fixed(guard))
 
 
 _traced: list[str] = []  # the Functions that torch.compile has traced

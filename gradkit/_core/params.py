@@ -134,8 +134,6 @@ def read_params(
 
     With `is_variable`, for a function of them, there may be none.
     """
-    if is_variable is not None and torch.compiler.is_compiling():
-        return _of_each(*expand_params(tree, root), root, is_variable)
     listed = modules.list_distinct(tree) if isinstance(tree, nn.Module) else None
     if listed is not None:
         leaves, spec, classes = listed
@@ -155,7 +153,11 @@ def read_params(
         _refuse_replicated(leaves, path, unless_whole=allow_whole_replicas)
     kinds = set(map(type, leaves))
     if are_distinct and kinds <= PLAIN_TYPES:
-        if all(map(_requires_grad, leaves)) or (is_variable and _are_plain_numbers(kinds, leaves)):
+        if all(map(_requires_grad, leaves)) or (
+            is_variable
+            and nn.Parameter not in kinds
+            and all(x.is_floating_point or x.is_complex for x in set(map(_dtype, leaves)))
+        ):
             try:
                 only_leaves = kinds == _PARAMETER or all(map(_is_leaf, leaves))
             except RuntimeError:
@@ -166,45 +168,37 @@ def read_params(
             is_trained, numbers = list(map(_requires_grad, leaves)), count()
             slots = [next(numbers) if each else None for each in is_trained]
             return Params(leaves, spec, [*compress(leaves, is_trained)], slots, root, True, True)
-    return _of_each(leaves, spec, root, is_variable or is_trained_leaf)
+    variables, slots = of_each(leaves, spec, root, is_variable or is_trained_leaf)
+    no_subclasses = set(map(type, variables)) <= PLAIN_TYPES
+    try:
+        only_leaves = all(map(_is_leaf, variables))
+    except RuntimeError:
+        path = partial(pytree.path, spec, root=root)
+        refuse_lost_history(variables, lambda slot: path(slots.index(slot)))
+        raise
+    return Params(leaves, spec, variables, slots, root, no_subclasses, only_leaves)
 
 
-def _are_plain_numbers(kinds: set[type], leaves: list[Tensor]) -> bool:
-    return nn.Parameter not in kinds and all(
-        dtype.is_floating_point or dtype.is_complex for dtype in set(map(_dtype, leaves))
-    )
-
-
-def _of_each(leaves: list[Any], spec: Structure, root: str, is_variable: IsVariable) -> Params:
-    """Return the params of these leaves; a tensor in several of them is one variable."""
-    path = partial(pytree.path, spec, root=root)
-    variables: list[Tensor] = []
+def of_each(
+    leaves: list[Any], spec: Structure, root: str, is_variable: IsVariable
+) -> tuple[Tensors, list[int | None]]:
+    """Return the variables in leaves, and their slots; a tensor in several leaves is one."""
+    variables: Tensors = []
     slots: list[int | None] = []
-    seen: dict[int, int] = {}
+    seen: dict[Any, int] = {}
     is_traced = torch.compiler.is_compiling()
+    if is_traced and False not in [type(x) is Tensor and x.is_floating_point() for x in leaves]:
+        slots += [seen.setdefault(leaf, len(seen)) for leaf in leaves]
+        return list(seen), slots
     for index, leaf in enumerate(leaves):
-        is_plain = is_traced and type(leaf) is Tensor and leaf.dtype.is_floating_point
-        if leaf is None or not (is_plain or is_variable(leaf, partial(path, index))):
+        if leaf is None or not is_variable(leaf, partial(pytree.path, spec, index, root)):
             slots.append(None)
             continue
-        slot = len(variables)  # of a new one
-        if is_traced:  # an id would be a constant of the compiled function, the next call another
-            for number, other in enumerate(variables):
-                slot = number if other is leaf else slot
-        else:
-            slot = seen.setdefault(id(leaf), slot)
-        if slot == len(variables):
+        # An id would be a constant of what is compiled, and the next call's another one.
+        slots.append(seen.setdefault(leaf if is_traced else id(leaf), len(seen)))
+        if len(seen) > len(variables):
             variables.append(leaf)
-        slots.append(slot)
-    no_subclasses = only_leaves = False
-    if not is_traced:
-        no_subclasses = set(map(type, variables)) <= PLAIN_TYPES
-        try:
-            only_leaves = all(map(_is_leaf, variables))
-        except RuntimeError:
-            refuse_lost_history(variables, lambda slot: path(slots.index(slot)))
-            raise
-    return Params(leaves, spec, variables, slots, root, no_subclasses, only_leaves)
+    return variables, slots
 
 
 def require_tensor(leaf: object, where: Callable[[], str]) -> Tensor:

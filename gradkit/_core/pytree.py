@@ -85,9 +85,10 @@ class Plain(NamedTuple):
         rest = iter(leaves)
         if self.type is None:
             return next(rest)
-        parts = [next(rest) if part is None else part.unflatten(rest) for part in self.parts]
         if self.keys is not None:
-            return dict(zip(self.keys, parts, strict=True))
+            pairs = zip(self.keys, self.parts, strict=True)
+            return {k: next(rest) if part is None else part.unflatten(rest) for k, part in pairs}
+        parts = [next(rest) if part is None else part.unflatten(rest) for part in self.parts]
         return parts if self.type is list else tuple(parts)
 
     def flatten_up_to(self, tree: Any) -> list[Any] | None:
@@ -117,16 +118,19 @@ def _plain(tree: PyTree, leaves: list[Any]) -> Plain | None:
     if kind not in (dict, list, tuple):
         leaves.append(tree)
         return _PLAIN_LEAF if isinstance(tree, _KNOWN_LEAVES) else None
-    parts: list[Plain | None] = []
-    for item in tree.values() if kind is dict else tree:
-        if isinstance(item, _KNOWN_LEAVES):
-            leaves.append(item)
-            parts.append(None)
-        else:
-            part = _plain(item, leaves)
-            if part is None:
+    items = [*tree.values()] if kind is dict else [*tree]
+    are_leaves = [isinstance(item, _KNOWN_LEAVES) for item in items]
+    parts: list[Plain | None] = [None] * len(items)
+    if False not in are_leaves:
+        leaves += items
+    else:
+        for index, item in enumerate(items):
+            if are_leaves[index]:
+                leaves.append(item)
+            elif (part := _plain(item, leaves)) is None:
                 return None
-            parts.append(part)
+            else:
+                parts[index] = part
     return Plain(kind, tuple(tree) if kind is dict else None, tuple(parts))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -67,13 +67,14 @@ class Snapshot:
         return rng.states() + rng.states_of(self._generators)
 
 
-@contextmanager
-def put_back(*functions: object) -> Iterator[None]:
+def put_back(*functions: object) -> AbstractContextManager[None]:
     """Put back what modules of the user's functions keep; everything, if the block raises."""
+    return INSIDE if torch.compiler.is_compiling() else _put_back(*functions)
+
+
+@contextmanager
+def _put_back(*functions: object) -> Iterator[None]:
     # The block around puts back what nested ones keep.
-    if torch.compiler.is_compiling():
-        yield
-        return
     captured = captured_by(*functions)
     with keeping_state() as state:
         if not captured:  # errors of torch.func put back the state of the default generators

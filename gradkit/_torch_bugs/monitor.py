@@ -108,26 +108,27 @@ class OpMonitor(TorchFunctionMode):
     # The mode sees what Python calls, and `note_graph` what else a graph tells of:
     # torch.jit.script, DisableTorchFunction and callbacks of torch's leave nodes, too.
 
+    # Attributes of the class: a trace of `__init__` would set each.
+    _watch: BeforeOperation | None = None  # in a function of eager code
+    _is_outermost = True  # no monitors alone are around it
+    _tangents_from = 0  # the level of a jvp around the function; 0 for none
+    _level = 0  # the innermost transform's around it
+    _traced = -1  # how many operations torch.compile had traced before
+    _watches = False  # whether this sees what it traces
+
     def __init__(
         self, *, per_sample: bool = False, writes: CopyOnWrite | None = None, more: int = 0
     ) -> None:
-        super().__init__()
         self.more = more  # derivatives that gradkit takes of the first
         self._per_sample = per_sample  # fn is for one sample: train-mode batch norm raises
         self._writes = writes  # copies get what fn writes on tensors from outside
         self.outer = derivatives_around()
         self.is_nested = bool(transforms())
-        self._watch: BeforeOperation | None = None  # in a function of eager code
-        self._is_outermost = True  # no monitors alone are around it
         # Operations that are wrong if the backward pass is batched; if it is differentiated; if
         # eager code differentiates the result.
         self._wrong_batched: list[str] = []
         self._wrong_derivative: list[str] = []
         self._wrong_outside: list[str] = []
-        self._tangents_from = 0  # the level of a jvp around the function; 0 for none
-        self._level = 0  # the innermost transform's around it
-        self._traced = -1  # how many operations torch.compile had traced before
-        self._watches = False  # whether this sees what it traces
 
     def noting(self) -> AbstractContextManager[object]:
         """Return what notes the operations of a block."""
@@ -183,6 +184,8 @@ class OpMonitor(TorchFunctionMode):
             name = traced_by_formula(func) if self._traced >= 0 else None
             if name is not None:
                 return TRACED_BY_FORMULA[name](func, *args, **(kwargs or {}))
+            if self._traced >= 0 and name_of(func) is None:
+                return func(*args, **kwargs) if kwargs else func(*args)
             return self._run(func, args, kwargs)
         if func in _ordinary and not (kwargs and _may_write(**kwargs)):
             if self._is_outermost or types:
@@ -340,7 +343,7 @@ class OpMonitor(TorchFunctionMode):
         stack = derivatives_around()
         if BATCH in stack and self._wrong_batched:
             _refuse(self._wrong_batched[0])
-        if differentiated_around(stack, BATCH) and self._wrong_derivative:
+        if self._wrong_derivative and differentiated_around(stack, BATCH):
             _refuse(self._wrong_derivative[0])
 
     def check_traced(self, *, batches: bool = False) -> None:

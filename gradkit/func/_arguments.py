@@ -15,7 +15,6 @@ from gradkit._compat.transforms import carries_graph, transforms
 from gradkit._core import call as options
 from gradkit._core import params, pytree
 from gradkit._core.call import Unused
-from gradkit._core.known_results import merged
 from gradkit._core.ownership import grad_dtype, owned, zeros_for
 from gradkit._core.params import Grads, IsVariable, Params, Tensors
 from gradkit._core.pytree import PyTree
@@ -47,19 +46,22 @@ class Arguments(Params):
 
     def args_with(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
         """Return all arguments, with these tensors in all places of the variables."""
-        tree = self.tree(tensors)
-        trees = {self.positions[0]: tree} if self.single else tree
-        return tuple([trees.get(index, arg) for index, arg in enumerate(self.given)])
+        tree, given = self.tree(tensors), self.given
+        if self.single:
+            return *given[: self.positions[0]], tree, *given[self.positions[0] + 1 :]
+        return tuple([tree.get(index, arg) for index, arg in enumerate(given)])
 
-    def at(self, args: tuple[Any, ...]) -> Arguments:
-        """Return the same variables of other arguments, of the same structure."""
-        trees = {position: args[position] for position in self.positions}
-        leaves, _ = pytree.flatten(trees[self.positions[0]] if self.single else trees)
-        variables = leaves if self.all_variables else self.per_variable(leaves)
+    def at(self, args: tuple[Any, ...], *, same: bool = False) -> Arguments:
+        """Return other arguments, of the same structure; their variables may be the same."""
+        leaves, variables = self.leaves, self.variables
+        if not same:
+            trees = {position: args[position] for position in self.positions}
+            leaves, _ = pytree.flatten(trees[self.positions[0]] if self.single else trees)
+            variables = leaves if self.all_variables else self.per_variable(leaves)
         # The constructor is called itself: a trace of `replace` takes long.
-        same: Any = self.slots, self.root, self.no_subclasses, self.only_leaves
+        facts: Any = self.slots, self.root, self.no_subclasses, self.only_leaves
         of_call: Any = args, self.positions, self.single, self.dtypes, self.unused
-        return Arguments(leaves, self.spec, variables, *same, *of_call)
+        return Arguments(leaves, self.spec, variables, *facts, *of_call)
 
     def to_tree(self, grads: Sequence[Tensor | None], leading: tuple[int, ...] = ()) -> PyTree:
         """Return gradients as the tree of the differentiated arguments; frozen leaves are zeros."""
@@ -83,13 +85,15 @@ class Arguments(Params):
     ) -> PyTree:
         """Return the result tree of gradients that this list alone refers to."""
         # `is_plain`: no gradient carries a graph, and no transform or trace is around.
+        if torch.compiler.is_compiling():  # all gradients are there
+            return self.to_tree(_owned(grads, self.variables, leading), leading)
         unreached = [index for index, grad in enumerate(grads) if grad is None]
         if self.unused == "error" and unreached:
             raise UnreachedParamError(message(self.path(unreached[0]), *_UNREACHED))
         result = (owned if is_plain else _owned)(grads, self.variables, leading)
         for index in unreached if self.unused == "zeros" else ():
             result[index] = zeros_for(self.variables[index], leading)
-        if not (is_plain or torch.compiler.is_compiling()):
+        if not is_plain:
             recorded = [grad.requires_grad for grad in result if grad is not None]
             if not any(map(carries_graph, losses)):
                 result = list(map(without_ended_graph, result)) if any(recorded) else result
@@ -136,32 +140,44 @@ def read_arguments(
 ) -> Arguments:
     """Check and flatten the arguments that a function is differentiated with respect to."""
     # `root`: what errors call the one argument; by default `args[0]`. `dense`: none may be sparse.
+    slots: Sequence[int | None]
     is_traced = torch.compiler.is_compiling()
     if torch.compiler.is_dynamo_compiling():
         begin_trace()
     if unused != "zeros" and is_traced:
         expected = "'zeros' under torch.compile, which cannot tell what a loss reaches"
         raise OptionError(message("unused", expected, repr(unused), "unused='zeros'"))
-    positions, single = _positions(argnums, len(args)), isinstance(argnums, int)
+    single, count = isinstance(argnums, int), len(args)
+    positions: tuple[int, ...]
+    if type(argnums) is int and 0 <= argnums < count:
+        positions = (argnums,)
+    else:
+        positions = _positions(argnums, count)
     if is_traced:  # the given numbers are symbols with dynamic=True
-        positions = tuple(i for position in positions for i in range(len(args)) if i == position)
+        positions = tuple([i for position in positions for i in range(count) if i == position])
     given = args[positions[0]] if single else {position: args[position] for position in positions}
     root = root or (f"args[{positions[0]}]" if single else "args")
-    flat = params.read_params(
-        given, root, is_variable=is_variable, allow_distributed=allow_distributed
-    )
-    variables = flat.variables
+    if is_traced:  # each class of which a trace makes an instance takes long
+        leaves, spec = params.expand_params(given, root)
+        variables, slots = params.of_each(leaves, spec, root, is_variable)
+        # torch.compile cannot read `grad_dtype`, and in a transform the tensor is another one.
+        flags, dtypes = (False, False), [x.dtype for x in variables]
+    else:
+        flat = params.read_params(
+            given, root, is_variable=is_variable, allow_distributed=allow_distributed
+        )
+        leaves, spec, variables, slots = flat.leaves, flat.spec, flat.variables, flat.slots
+        flags = flat.no_subclasses, flat.only_leaves
+        # `map` of an attribute takes no time.
+        dtypes = list(map(_grad_dtype, variables)) if flat.only_leaves else []
+        if not dtypes or None in dtypes:
+            dtypes = list(map(grad_dtype, variables))
     if not variables:
         where = root if single else ", ".join(f"{root}[{position}]" for position in positions)
         why = _why_none(args[positions[0]], positions, by_number=root.startswith("args"))
         raise UnreachedParamError(message(where, "a tensor to differentiate", *why))
-    # torch.compile cannot read `grad_dtype`, and in a transform the tensor is another one.
-    is_plain = flat.only_leaves and not is_traced  # `map` of an attribute takes no time
-    dtypes: list[Any] = list(map(_grad_dtype, variables)) if is_plain else [None]
-    if None in dtypes:
-        dtypes = [x.dtype if is_traced else grad_dtype(x) for x in variables]
-    facts = flat.slots, root, flat.no_subclasses, flat.only_leaves, args, positions, single, dtypes
-    arguments = Arguments(flat.leaves, flat.spec, variables, *facts, unused)
+    facts = slots, root, *flags, args, positions, single, dtypes, unused
+    arguments = Arguments(leaves, spec, variables, *facts)
     if not is_traced:
         arguments.refuse_layouts(*_WRAPPED)
     if dense:
@@ -181,8 +197,6 @@ def _why_none(first: object, positions: tuple[int, ...], *, by_number: bool) -> 
 
 
 def _positions(argnums: object, count: int) -> tuple[int, ...]:
-    if type(argnums) is int and 0 <= argnums < count:
-        return (argnums,)
     if count == 0:
         expected, fix = "positional arguments of the call", "pass the params by position"
         raise OptionError(message("argnums", expected, "none in it", fix))
@@ -229,25 +243,28 @@ def check_options(
 def _owned(grads: Grads, variables: Sequence[Tensor], leading: tuple[int, ...]) -> Grads:
     """Return gradients that share memory with nothing; nothing but the list may refer to them."""
     # Nobody can tell what shares memory in a transform, or while torch.compile traces.
-    if transforms() or any(grad is not None and grad.requires_grad for grad in grads):
-        keep = not (transforms() or torch.compiler.is_compiling())
+    is_traced = torch.compiler.is_compiling()
+    if transforms() or True in [grad is not None and grad.requires_grad for grad in grads]:
+        keep = not (transforms() or is_traced)
         return [g if g is None or (keep and g.requires_grad) else g.clone() for g in grads]
-    if not torch.compiler.is_compiling():
+    if not is_traced:
         return owned(grads, variables, leading)
-    pairs = [(x, like) for x, like in zip(grads, variables, strict=True) if x is not None]
+    given: Any = grads  # none is None there
     if leading:
-        buffers = [torch.empty_like(x, memory_format=torch.contiguous_format) for x, _ in pairs]
+        buffers = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in given]
     else:
+        pairs = zip(given, variables, strict=True)
         buffers = [torch.empty_like(like, dtype=x.dtype) for x, like in pairs]
-    return merged(grads, [x is not None for x in grads], copied([x for x, _ in pairs], buffers))
+    torch._foreach_copy_(buffers, given)
+    return [*buffers]
 
 
-def copied(tensors: Sequence[Tensor], buffers: Sequence[Tensor] | None = None) -> Tensors:
-    """Return copies that share no memory, in these buffers where torch.compile traces."""
+def copied(tensors: Sequence[Tensor]) -> Tensors:
+    """Return copies that share no memory."""
     is_eager = not tensors or not torch.compiler.is_compiling()
-    if is_eager or transforms() or any(tensor.requires_grad for tensor in tensors):
+    if is_eager or transforms() or True in [tensor.requires_grad for tensor in tensors]:
         return [tensor.clone() for tensor in tensors]
     # A single operation copies all: of several clones of one tensor, inductor makes one.
-    into = [torch.empty_like(tensor) for tensor in tensors] if buffers is None else list(buffers)
-    torch._foreach_copy_(into, list(tensors))
-    return into
+    buffers = [torch.empty_like(tensor) for tensor in tensors]
+    torch._foreach_copy_(buffers, list(tensors))
+    return buffers

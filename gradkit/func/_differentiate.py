@@ -52,7 +52,7 @@ def differentiate(
     fn: Callable[..., Any],
     arguments: Arguments,
     kwargs: dict[str, Any],
-    run: Callable[[Losses, levels.LevelPasses], list[Grads]],
+    run: levels.Run,
     *,
     has_aux: bool,
     create_graph: bool | None,
@@ -62,9 +62,8 @@ def differentiate(
 ) -> levels.LevelResult:
     """Call a function, and `run` passes from its losses."""
     if batched or not is_plain() or not adds_up_right(arguments, create_graph):
-        flags: Any = {"has_aux": has_aux, "create_graph": create_graph, "scalar": scalar}
-        flags |= {"batched": batched, "per_sample": per_sample}
-        return levels.differentiate_in_level(fn, arguments, kwargs, run, **flags)
+        options = has_aux, create_graph, scalar, per_sample, batched
+        return levels.differentiate_in_level(fn, arguments, kwargs, run, options)
     option = False if create_graph is None and not torch.is_grad_enabled() else create_graph
     monitor = OpMonitor(per_sample=per_sample)
     outside = Outside(fn, [*arguments.given, kwargs], arguments.variables)
@@ -151,12 +150,7 @@ class EagerPasses(levels.LevelPasses):
     _leads_outside: bool | None = None  # whether the losses do; asked once
 
     def grads(
-        self,
-        outputs: Sequence[Tensor],
-        seeds: Sequence[Tensor | None],
-        variables: Tensors,
-        *,
-        retain: bool,
+        self, outputs: Sequence[Tensor], seeds: levels.Seeds, variables: Tensors, *, retain: bool
     ) -> Grads:
         """Return the gradients of a weighted sum of outputs, from one engine pass."""
         is_clean = not (self.runs_users or hooks_registered()) and self.option is not True
@@ -256,7 +250,7 @@ class _EagerCall:
         constants = [x for x in outputs.leaves if not x.requires_grad]
         if not is_linear or not all(map(is_zero, constants)):
             passes.refuse_unreached(outputs)
-        tensors_of_aux, put_aux_back = levels.partition_aux(aux)
+        tensors_of_aux, put_aux_back = levels.partition_aux(aux, self.has_aux)
         values = [*outputs.leaves, *tensors_of_aux]
         if self.option is False:
             values = levels.detached(values)
@@ -271,11 +265,7 @@ class _EagerCall:
         return HeldCall(passes, outputs, values, aux, create_graph, self.outside)
 
     def result(
-        self,
-        run: Callable[[Losses, levels.LevelPasses], list[Grads]],
-        losses: Losses,
-        aux: PyTree,
-        passes: EagerPasses,
+        self, run: levels.Run, losses: Losses, aux: PyTree, passes: EagerPasses
     ) -> levels.LevelResult:
         """Return the results of passes, which carry a graph where they are to."""
         variables, dtypes = passes.variables, self.arguments.dtypes

@@ -13,7 +13,7 @@ from gradkit._autograd import engine, jacobian
 from gradkit._compat.transforms import transforms
 from gradkit._core import pytree
 from gradkit._core.call import STRATEGIES, Losses, Strategy, Unused, check_chunk_size, check_option
-from gradkit._core.ownership import empty_for, leave_inference_mode
+from gradkit._core.ownership import empty_for, leave_inference_mode, zeros_for
 from gradkit._core.params import Grads, Tensors
 from gradkit._core.pytree import PyTree, Structure
 from gradkit._state.hook_tables import hooks_kept, same_hooks_in_each_pass
@@ -270,18 +270,19 @@ def per_sample_grads(
         flags |= {"batched": True, "per_sample": True}
 
         def of_sample(*tensors: Tensor) -> _Gradients:
-            here = arguments.at(batch.tree(tensors))
+            here = arguments.at(batch.tree(tensors), same=in_dims is None)
             with attempt.of_one():
                 out = differentiate(fn, here, kwargs, run_pass, **flags)
             attempt.check_aux((out.values, out.aux))
-            tensors_of_aux, rebuild_aux = levels.partition_aux(out.aux)
+            tensors_of_aux, rebuild_aux = levels.partition_aux(out.aux, has_aux)
             of_one[:] = [len(out.values), rebuild_aux]
             refused.append(out.refused)
             return out.grads[0], [*out.values, *tensors_of_aux]
 
-        first = arguments.at(_first_sample(batch))
+        # Without in_dims, no variable is batched.
+        first = arguments if in_dims is None else arguments.at(_first_sample(batch))
         if not batch.size and not has_aux and unused == "zeros":
-            return first.grads_to_tree([None] * len(first.variables), (0,))
+            return first.grads_to_tree([zeros_for(x, (0,)) for x in first.variables], (0,))
         with put_back(fn), leave_inference_mode(record=True):
             if create_graph is False:
                 batch.tensors = levels.detached(batch.tensors)
@@ -345,11 +346,13 @@ def _joined(grads: Sequence[Tensor | None]) -> Tensor | None:
 
 def _read_batch(arguments: Arguments, in_dims: PyTree, kwargs: dict[str, Any]) -> Batch:
     """Check which arguments are batched, as in torch.vmap, and return them."""
-    leaves, spec = pytree.flatten(arguments.args)
-    dims = _read_dims(in_dims, arguments.args, arguments.positions)
+    args = arguments.args
+    leaves, spec = pytree.flatten(args)
+    dims = _read_dims(in_dims, args, arguments.positions)
     size = _size_of_batch(leaves, dims, spec)
     _refuse_unbatched(leaves, dims, spec, kwargs)
-    _refuse_two_dims(arguments, pytree.unflatten(spec, dims))
+    if not arguments.all_variables:
+        _refuse_two_dims(arguments, pytree.unflatten(spec, dims))
     return Batch(leaves, dims, spec, size)
 
 

@@ -7,7 +7,7 @@ that `torch.func.vjp` returns, the others would need zero cotangents, and 0 * in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -46,6 +46,7 @@ from gradkit.func._arguments import Arguments, copied
 from gradkit.func._errors import independent, named_errors
 from gradkit.func._vmap_or_loop import BatchableOps
 
+Seeds: TypeAlias = Sequence[Tensor | None]
 _CONSTANTS = (str, bytes, Number, Enum, torch.dtype, torch.device, torch.Size, torch.layout)
 
 
@@ -73,22 +74,20 @@ class LevelPasses:
         return self.level is None or (output.requires_grad and level_of(output) == self.level)
 
     def refuse_unreached(self, losses: Losses) -> None:
-        """Raise if no path leads from a loss to a variable; nobody can tell while tracing."""
+        """Raise if no path leads from a loss to a variable."""
         # A parameter that fn makes requires grad in its level, too, and leads nowhere.
-        if self.level is not None:
-            below = Subgraph(list(filter(self.depends, losses.leaves)))
-            if not any(map(below.reaches, self.variables)):
-                raise independent(losses.first_paths())
+        below = Subgraph(list(filter(self.depends, losses.leaves)))
+        if not any(map(below.reaches, self.variables)):
+            raise independent(losses.first_paths())
 
     def grads(
-        self,
-        outputs: Sequence[Tensor],
-        seeds: Sequence[Tensor | None],
-        variables: Tensors,
-        *,
-        retain: bool,
+        self, outputs: Sequence[Tensor], seeds: Seeds, variables: Tensors, *, retain: bool
     ) -> Grads:
         """Return the gradients of a weighted sum of outputs, from one engine pass."""
+        if self.level is None:  # a trace has no graph to look at
+            weights, keep = [seed for seed in seeds if seed is not None], self.option is True
+            options: Any = {"create_graph": keep, "retain_graph": retain or keep}
+            return engine.inner_grads(outputs, variables, weights or None, **options)
         pairs = [p for p in zip(outputs, seeds, strict=True) if self.depends(p[0])]
         roots, cotangents = [output for output, _ in pairs], [seed for _, seed in pairs]
 
@@ -107,8 +106,6 @@ class LevelPasses:
     ) -> Grads:
         """Return the gradients of the pass `run(create_graph)`: a graph, where one is asked for."""
         keep = self._keeps(roots, weights)
-        if self.level is None:
-            return run(keep)
         below = Subgraph(roots)
         inner = InnerPass("the loss", self.path, variables, below, weights)
         watch = self.in_eager_code or not self.is_pull  # that of torch.func shows no edges
@@ -131,8 +128,6 @@ class LevelPasses:
         # A transform around would take gradients without a graph for constants.
         if self.option is not None:
             return self.option
-        if self.level is None:
-            return self.in_transform or self.eager
         # Level 0 is eager code, around all transforms.
         return self.in_transform or any(0 in recording_levels(x) for x in (*roots, *weights))
 
@@ -183,6 +178,9 @@ class LevelPasses:
         return engine.vmapped_grads(lambda seed: (one([seed]), []), seeds)[0]
 
 
+Run: TypeAlias = Callable[[Losses, LevelPasses], list[Grads]]
+
+
 class LevelResult(NamedTuple):
     """The results of a level."""
 
@@ -195,33 +193,26 @@ class LevelResult(NamedTuple):
 
 
 def differentiate_in_level(
-    fn: Callable[..., Any],
-    arguments: Arguments,
-    kwargs: dict[str, Any],
-    run: Callable[[Losses, LevelPasses], list[Grads]],
-    *,
-    has_aux: bool,
-    create_graph: bool | None,
-    scalar: bool = True,
-    batched: bool = False,
-    per_sample: bool = False,
+    fn: Callable[..., Any], arguments: Arguments, kwargs: dict[str, Any], run: Run, options: Any
 ) -> LevelResult:
     """Call a function in a new level, and `run` passes from its losses."""
+    has_aux, create_graph, scalar, per_sample, batched = options  # as of `differentiate`
     in_transform, eager = differentiated(), torch.is_grad_enabled()
     cut, enabled = cut_of(create_graph)
-    option = create_graph if cut is list else False
+    is_traced = torch.compiler.is_compiling()
+    option = cut is list and (create_graph or is_traced or None)
     # Under vmap, or the loop in its place, what fn writes on a tensor from outside stays with its
     # sample. torch.compile cannot ask for the memory of a tensor.
-    ops = BatchableOps() if batched and not torch.compiler.is_compiling() else None
+    ops = BatchableOps() if batched and not is_traced else None
     monitor = OpMonitor(per_sample=per_sample, writes=ops)
     outside: list[Any] = []
 
     def inside(tensors: Sequence[Tensor], level: int | None = None) -> TensorLists:
-        if [tensor.dtype for tensor in tensors] != arguments.dtypes:
+        made = 0 if level is None else hooks_made()
+        if level is not None and [tensor.dtype for tensor in tensors] != arguments.dtypes:
             for tensor, dtype in zip(tensors, arguments.dtypes, strict=True):
                 if tensor.dtype != dtype:
                     tensor.grad_dtype = dtype  # torch adds up the uses of a leaf in it [B1]
-        made = 0 if level is None else hooks_made()
         with monitor.noting():
             returned = fn(*arguments.args_with(tensors), **kwargs)
             if ops is not None:
@@ -236,21 +227,21 @@ def differentiate_in_level(
             monitor.note_graph(Subgraph(list(filter(passes.depends, losses.leaves))))
         monitor.check()
         grads = run(losses, passes)
-        if all(grad is None for part in grads for grad in part):
+        if level is not None and all(grad is None for part in grads for grad in part):
             passes.refuse_unreached(losses)
-        tensors_of_aux, put_aux_back = partition_aux(aux) if has_aux else ([], lambda _: None)
+        tensors_of_aux, put_aux_back = partition_aux(aux, has_aux)
         outside.extend((losses.spec, put_aux_back, passes.refused))
         return [losses.leaves, tensors_of_aux, *grads]
 
-    is_traced = torch.compiler.is_compiling()
     enter: Any = torch_func.trace_in_level if is_traced else torch_func.run_in_level
     with leave_inference_mode(record=True), enabled, INSIDE:
         point = cut(arguments.variables)
         values, tensors_of_aux, *grads = named_errors(lambda: enter(inside, point))
         values, tensors_of_aux = copied(cut(values)), cut(tensors_of_aux)
     spec, put_aux_back, refused = outside
-    dtypes = arguments.dtypes
-    grads = [cast_to(dtypes, part) if len(part) == len(dtypes) else part for part in grads]
+    if not is_traced:
+        dtypes = arguments.dtypes
+        grads = [cast_to(dtypes, part) if len(part) == len(dtypes) else part for part in grads]
     return LevelResult(values, spec, grads, put_aux_back(tensors_of_aux), refused)
 
 
@@ -269,28 +260,26 @@ class LevelCall:
     has_user_code: bool = field(init=False)  # hooks; while torch.compile traces, a Function
     outputs: Losses = field(init=False)
     put_aux_back: Callable[[Iterable[Tensor]], PyTree] = field(init=False)
-    torch_pull: Callable[..., Iterable[Tensor]] = field(init=False)
     values: Tensors = field(init=False)  # copies of the outputs
     aux: PyTree = field(init=False)
     saved: list[Any] = field(init=False)  # by the graph of the level
 
     def hold(self) -> None:
-        """Call the function in a level of torch.func.vjp, for passes to come."""
+        """Call the function in a level of torch.func, for passes to come."""
         cut, enabled = cut_of(self.create_graph)
         with leave_inference_mode(record=True), enabled, INSIDE:
-            point = cut(self.arguments.variables)
-            results: Any = named_errors(lambda: torch.func.vjp(self, *point, has_aux=True))
-            outputs, self.torch_pull, aux = results
-            self.values, aux = (copied(cut(tensors)) for tensors in (outputs, aux))
+            # This, and `pulled`, are torch.func.vjp without its trees.
+            is_traced, point = torch.compiler.is_compiling(), cut(self.arguments.variables)
+            enter: Any = torch_func.trace_in_level if is_traced else torch_func.run_in_level
+            outputs, aux = named_errors(lambda: enter(lambda tensors, *_: self(*tensors), point))
+            self.values, aux = copied(cut(outputs)), copied(cut(aux))
         self.aux = self.put_aux_back(aux)
-        is_hidden = torch.compiler.is_compiling() or bool(transforms())
-        self.saved = [] if is_hidden else saved_versions(self.outputs.leaves)
+        self.saved = [] if is_traced or transforms() else saved_versions(self.outputs.leaves)
 
     def __call__(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], Tensors]:
         is_traced = torch.compiler.is_compiling()
-        if self.transposed and (is_traced or user_code_may_run()):
-            # Views, whose nodes are still there when the pass runs, after the level has ended; and
-            # in a Function's `apply`, torch.compile would take the inputs of vjp for constants.
+        if self.transposed and not is_traced and user_code_may_run():
+            # Views, whose nodes are still there when the pass runs, after the level has ended.
             tensors = views_of(tensors)
         count = functions_traced if is_traced else hooks_made
         made = count()
@@ -305,7 +294,7 @@ class LevelCall:
             constants = [x for x in self.outputs.leaves if not passes.depends(x)]
             if not self.is_linear or not all(map(is_zero, constants)):
                 passes.refuse_unreached(self.outputs)
-        tensors_of_aux, self.put_aux_back = partition_aux(aux)
+        tensors_of_aux, self.put_aux_back = partition_aux(aux, self.has_aux)
         return tuple(self.outputs.leaves), tensors_of_aux
 
     def passes(
@@ -321,7 +310,9 @@ class LevelCall:
 
         def run(create: bool) -> Grads:
             cut = detached if self.create_graph is False else detached_but_tangents
-            return [*(list if create else cut)(self.torch_pull(tuple(seeds)))]
+            given, keep = (self.outputs.leaves, self.variables, seeds), torch.is_grad_enabled()
+            grads = torch_func.autograd_grad(*given, retain_graph=True, create_graph=keep)
+            return [*(list if create else cut)(grads)]
 
         if torch.compiler.is_compiling():
             if self.has_user_code and transforms():  # compiled, its second derivative would be 0
@@ -348,7 +339,7 @@ def cut_of(create_graph: bool | None) -> tuple[Cut, AbstractContextManager[objec
     if create_graph is False:
         return detached, torch.enable_grad()
     if create_graph or torch.is_grad_enabled() or differentiated():
-        return list, nullcontext()
+        return list, INSIDE
     return detached_but_tangents, torch.enable_grad()
 
 
@@ -422,8 +413,12 @@ def require_tensor_or_constant(leaf: object, where: Callable[[], str], fix: str)
     raise LeafTypeError(message(where(), expected, got, fix))
 
 
-def partition_aux(aux: PyTree) -> tuple[Tensors, Callable[[Iterable[Tensor]], PyTree]]:
+def partition_aux(
+    aux: PyTree, has_aux: bool = True
+) -> tuple[Tensors, Callable[[Iterable[Tensor]], PyTree]]:
     """Do as `partition_tensors`; raise if a leaf is neither a tensor nor a constant."""
+    if not has_aux:
+        return [], lambda _: None
     leaves, spec = pytree.flatten(aux)
     fix = "return a dict; or register the class: optree.register_pytree_node"
     for index, leaf in enumerate(leaves):

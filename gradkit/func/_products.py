@@ -177,9 +177,11 @@ def jvp(
     directions = _read_directions(arguments, tangents)
     run = levels.LevelCall(fn, arguments, OpMonitor(), has_aux, create_graph, transposed=False)
     cut = levels.detached if create_graph is False else list
-    with put_back(fn), alone(), leave_inference_mode(record=True):
+    turn = INSIDE if torch.compiler.is_compiling() else alone()
+    with put_back(fn), turn, leave_inference_mode(record=True):
         # Copies, which fn may change, or return.
-        point, along = (tuple(copied(cut(x))) for x in (arguments.variables, directions))
+        given, count = tuple(copied(cut([*arguments.variables, *directions]))), len(directions)
+        point, along = given[:count], given[count:]
         results: Any = named_errors(lambda: torch.func.jvp(run, point, along, has_aux=True))
     values, tangents_out, aux = (_without_ended_graphs(cut(each)) for each in results)
     # In forward mode, torch makes float64 of a 0-dim float32 times a number.
@@ -387,7 +389,8 @@ def hvp(
             return grads, result.values
 
     cut, enabled = levels.cut_of(create_graph)
-    with put_back(fn), alone(), leave_inference_mode(record=True), enabled, INSIDE:
+    turn = INSIDE if torch.compiler.is_compiling() else alone()
+    with put_back(fn), turn, leave_inference_mode(record=True), enabled, INSIDE:
         # An expanded tensor can have no tangent of its own.
         given = (cut(arguments.variables), cut(directions))
         point, along = (tuple(x.clone() if overlaps_itself(x) else x for x in xs) for xs in given)
@@ -504,6 +507,13 @@ def _read_directions(arguments: Arguments, tangents: PyTree, root: str = "tangen
     if not arguments.single:
         of, spec = "primals", pytree.flatten(arguments.args)[1]
     by_leaf = pytree.flatten_up_to(spec, of, tangents, root)
+    if arguments.all_variables:  # a function that looks at each takes long in a trace
+        fits = [
+            isinstance(x, Tensor) and (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device)
+            for x, y in zip(by_leaf, arguments.variables, strict=True)
+        ]
+        if False not in fits and True not in [x.is_complex() for x in by_leaf]:
+            return by_leaf
     by_variable: dict[int, Tensor] = {}
     for index, (slot, tangent) in enumerate(zip(arguments.slots, by_leaf, strict=True)):
         if slot is None:

@@ -1044,3 +1044,48 @@ def test_a_compiled_part_computes_what_it_computes(
     got, expected = result(model), result(plain)
     for a, b in zip(tensors(got), tensors(expected), strict=True):
         torch.testing.assert_close(a, b)
+
+
+_scale = 2.0  # what a function that is differentiated reads
+
+
+def _scaled(w: Tensor) -> Tensor:
+    return (w.square() * _scale).sum()
+
+
+def test_a_call_is_compiled_again_where_what_the_user_s_code_reads_is_another(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slope(w: Tensor) -> Any:
+        return func.value_and_grads(_scaled)(w)[1]
+
+    compiled: Any = torch.compile(slope, fullgraph=True, backend="eager")
+    w = torch.ones(2, device=device)
+    assert compiled(w).tolist() == [4.0, 4.0]
+    monkeypatch.setattr(f"{__name__}._scale", 3.0)
+    assert compiled(w).tolist() == [6.0, 6.0]
+    monkeypatch.setattr(f"{__name__}._scaled", lambda w: w.sum())
+    assert compiled(w).tolist() == [1.0, 1.0]
+    monkeypatch.setattr(func, "value_and_grads", lambda fn: lambda w: (None, w + 8))
+    assert compiled(w).tolist() == [9.0, 9.0]
+    monkeypatch.undo()
+    with torch.no_grad():
+        assert not compiled(w.clone().requires_grad_()).requires_grad
+    assert compiled(w.clone().requires_grad_()).requires_grad
+
+
+@pytest.mark.parametrize("call", ["value_and_grads", "vjp", "jvp", "hvp"])
+def test_a_call_makes_few_guards(call: str, device: torch.device) -> None:
+    def loss(w: dict[str, Tensor]) -> Tensor:
+        return (w["a"] @ w["b"]).tanh().sum()
+
+    w = {name: torch.randn(3, 3, device=device) for name in "ab"}
+    along, one = {name: torch.ones_like(x) for name, x in w.items()}, torch.ones((), device=device)
+    calls: Any = {
+        "value_and_grads": (func.value_and_grads(loss), torch.func.grad_and_value(loss)),
+        "vjp": (lambda w: func.vjp(loss, w)[1](one), lambda w: torch.func.vjp(loss, w)[1](one)),
+        "jvp": (lambda w: func.jvp(loss, w, along), lambda w: jvp(loss, (w,), (along,))),
+        "hvp": (lambda w: func.hvp(loss, w, along), lambda w: jvp(grad(loss), (w,), (along,))),
+    }
+    counts = [len(torch._dynamo.explain(each)(w).out_guards) for each in calls[call]]
+    assert counts[0] <= counts[1] + 20
