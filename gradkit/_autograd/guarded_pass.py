@@ -134,9 +134,7 @@ class InnerPass:
         if create_graph:
             recording = engine.recording(where, below, variables, recomputing=False)
         functions = functions_below(below) if functions_alive().users else []
-        if not (
-            functions or hooks_registered()
-        ):  # others are of other graphs
+        if not (functions or hooks_registered()):  # others are of other graphs
             with recording:
                 return run()
         if watch and hooks_registered() and (create_graph or any_changed_gradients()):

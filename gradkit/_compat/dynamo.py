@@ -24,6 +24,7 @@ from gradkit._compat.transforms import (
     levels_put_back_on_error,
     transforms,
 )
+from gradkit._compat.undoing import INSIDE
 from gradkit.errors import message
 
 _dynamo: Any = torch._C._dynamo.eval_frame
@@ -172,7 +173,9 @@ def _guarded_backend(backend: Callable[..., Any]) -> Callable[..., Any]:
     return compiler
 
 
-_NEVER_REPLACED = set(map(id, (Tensor, torch.compiler, torch.func, torch.enable_grad, nn.Module)))
+_NEVER_REPLACED = set(
+    map(id, (Tensor, torch.compiler, torch.func, torch.enable_grad, nn.Module, INSIDE))
+)
 _READ = re.compile(r"G\['__import_(gradkit\w*)'\]((?:\.\w+)*)(.*)")
 
 

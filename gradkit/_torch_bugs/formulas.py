@@ -81,8 +81,8 @@ def of_symmetric(operation: Operation, a: Tensor, *args: Any, **kwargs: Any) -> 
 def _by_reverse(operation: Operation, a: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Return what eigh does, where a jvp is differentiated by its rule of reverse mode alone."""
     # The rule of forward mode divides by zeros, on which it then writes: its derivative is nan.
-    stack = (*["Grad"] * recorded_outside(a), *derivatives_around())
-    if not differentiated_around(stack, FORWARD):
+    eager = not torch.compiler.is_compiling() and recorded_outside(a)
+    if not differentiated_around((*["Grad"] * eager, *derivatives_around()), FORWARD):
         return operation(a, *args, **kwargs)
     rule = rule_of(lambda a: tuple(operation(a, *args, **kwargs)), transposes=True)
     return getattr(torch.return_types, operation.__name__, tuple)(Result.of(rule, [a]))

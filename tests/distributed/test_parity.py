@@ -546,6 +546,7 @@ def test_wrong(parity):
 )
 def test_the_plugin(tmp_path: Path, option: tuple[str, ...]) -> None:
     (tmp_path / "test_it.py").write_text(TESTS)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")  # none of a folder above
     command = [sys.executable, "-m", "pytest", "-q", "-rs"]
     command += ["-p", "no:cacheprovider", "--rootdir", str(tmp_path), *option, str(tmp_path)]
     root = Path(gradkit.__file__).parents[1]
@@ -574,6 +575,7 @@ def test_nothing_of_gradkit_but_the_plugin() -> None:
 @pytest.mark.processes
 def test_pytest_with_the_plugin_imports_no_gradkit(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(IMPORTS_NOTHING)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")  # none of a folder above
     options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(tmp_path)]
     command = [sys.executable, "-m", "pytest", *options]
     run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
