@@ -42,6 +42,7 @@ from gradkit._core.kept_inputs import keeps_inputs_alone
 from gradkit._core.known_results import attach
 from gradkit._core.user_code import (
     Cotangents,
+    is_floating,
     is_lost_view,
     kept_tensors,
     labels_of,
@@ -396,12 +397,12 @@ class _KeptConstants(TorchFunctionMode):
             args, kwargs = pytree.unflatten(spec, each)
         result = func(*args, **(kwargs or {}))
         if any(here) and not recorded and not name.startswith("new_") and "_like" not in name:
-            self._kept |= {id(x): x for x in pytree.tensors(result) if x.is_floating_point()}
+            self._kept |= {id(x): x for x in pytree.tensors(result) if is_floating(x)}
         return result
 
 
 def _with_own_node(cotangent: Tensor | None, copies: list[_Copy]) -> Tensor | None:
-    if cotangent is None or not (cotangent.is_floating_point() or cotangent.is_complex()):
+    if cotangent is None or not is_floating(cotangent):
         return cotangent
     copy = transforms.clone_with_node(cotangent)
     node = transforms.unbatched(copy).grad_fn

@@ -403,7 +403,7 @@ def _leaves_in(
 
 def _may_be_gradient(tensor: Tensor) -> bool:
     is_plain = tensor.layout == torch.strided and not is_transform_tensor(tensor)
-    return is_plain and _is_floating(tensor) and not tensor.is_inference()
+    return is_plain and is_floating(tensor) and not tensor.is_inference()
 
 
 def name_of_function(kind: type) -> str:
@@ -440,7 +440,7 @@ def kept_tensors(function: Any) -> list[Tensor]:
 
 def note_labels(results: object, given: Iterable[object]) -> None:
     """Note on a Function's nodes how many tensors it was given that are not floating: labels."""
-    count = sum(isinstance(x, Tensor) and not _is_floating(x) for x in given)
+    count = sum(isinstance(x, Tensor) and not is_floating(x) for x in given)
     for result in tensors(results) if count else ():
         for layer in layers(result):
             if layer.grad_fn is not None:
@@ -455,7 +455,8 @@ def labels_of(node: Node) -> int:
 _LABELS = "gradkit: labels"
 
 
-def _is_floating(tensor: Tensor) -> bool:
+def is_floating(tensor: Tensor) -> bool:
+    """Return whether a tensor is of real or complex numbers, which alone have derivatives."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
@@ -466,7 +467,7 @@ def _private(candidates: list[Tensor], references: int) -> list[Tensor]:
         if type(one) in PLAIN_TYPES
         and one.layout == torch.strided
         and (is_lost_view(one) or (not one.requires_grad and sys.getrefcount(one) <= references))
-        and _is_floating(one)
+        and is_floating(one)
     ]
 
 

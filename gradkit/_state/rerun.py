@@ -19,6 +19,7 @@ from gradkit._compat.dynamo import leave_uncompiled
 from gradkit._compat.transforms import transforms
 from gradkit._compat.undoing import INSIDE, undo_stack, undone
 from gradkit._core.ownership import written_arguments, written_tensors
+from gradkit._core.user_code import is_floating
 from gradkit._state import rng
 from gradkit._state.module_state import ModuleSnapshot, modules_put_back, state_now
 from gradkit.errors import UnsupportedGraphError, message
@@ -33,7 +34,8 @@ def checksums(outputs: Sequence[Tensor]) -> Checksums:
     with torch.no_grad(), INSIDE:
         for x in outputs:
             x = local_tensor(x.detach())
-            if x.is_floating_point() and x.numel():
+            if is_floating(x) and x.numel():
+                x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
                 # A sum in half precision could not tell a change from rounding.
                 x = x.flatten().to(torch.promote_types(x.dtype, torch.float32))
                 groups.setdefault((x.device, x.dtype), []).append(x)
@@ -72,7 +74,7 @@ _FEW = 1 << 10
 
 def remembered(outputs: Sequence[Tensor]) -> list[Tensor] | Checksums:
     """Return what is kept of a first run's outputs: copies of few numbers, which are faster."""
-    xs = [x for x in outputs if x.is_floating_point()]
+    xs = list(filter(is_floating, outputs))
     # Elsewhere than on the CPU, the host would wait for each comparison.
     if transforms() or not all(map(_is_plain, xs)) or sum(map(Tensor.numel, xs)) > _FEW:
         return checksums(outputs)
@@ -137,7 +139,7 @@ class SecondRun:
         """Compare the outputs with the first run's; the pass raises before it returns."""
         first = self.first
         if isinstance(first, list):
-            xs = [x for x in outputs if x.is_floating_point()]
+            xs = list(filter(is_floating, outputs))
             if len(xs) == len(first) and not transforms() and all(map(_has_values, xs, first)):
                 return
             first = checksums(first)

@@ -76,6 +76,18 @@ def twice(loss: Callable[[Tensor], Tensor], w: Tensor) -> Tensor:
     return result
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_what_backward_makes_of_complex_kept_tensors(
+    device: torch.device, dtype: torch.dtype
+) -> None:
+    cube = made(in_attribute, lambda ctx, g: g * (2 * ctx.slope).conj() / 2)
+    w = torch.tensor([1.5, -2.5], dtype=dtype, device=device, requires_grad=True)
+    loss = cube(w).abs().square().sum()
+    _, grad = gradkit.value_and_grads(loss, w, create_graph=True)
+    with pytest.raises(gradkit.UnsupportedGraphError, match="made and kept"):
+        gradkit.value_and_grads(grad.abs().square().sum(), w)
+
+
 def by_torch(loss: Callable[[Tensor], Tensor], w: Tensor) -> Tensor:
     leaf = w.clone().requires_grad_()
     (grad,) = gradkit.value_and_grads(loss(leaf), [leaf], create_graph=True)[1]

@@ -312,6 +312,17 @@ def test_what_a_second_run_does_otherwise_is_refused(device: torch.device) -> No
         first.sum().backward()
 
 
+@pytest.mark.parametrize("count", [3, 3000])  # copies are compared, or checksums
+def test_a_second_run_gives_other_complex_numbers(device: torch.device, count: int) -> None:
+    x = torch.randn(count, dtype=D, device=device, requires_grad=True)
+    for part in (lambda y: torch.complex(y, x), lambda y: torch.complex(x, y).conj()):
+        factor = Hidden(torch.ones((), device=device))
+        out = checkpoint(lambda x: part(factor.tensor * x))(x)  # noqa: B023
+        factor.tensor = factor.tensor * 2
+        with pytest.raises(UnsupportedGraphError, match="when it runs again"):
+            gradkit.value_and_grads(out.abs().square().sum(), x)
+
+
 def test_variables_of_a_loop_are_as_they_were(device: torch.device) -> None:
     weights = torch.randn(3, 4, dtype=D, device=device)
 
