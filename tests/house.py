@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 PACKAGE = Path(__file__).resolve().parents[1] / "gradkit"
-LINES, FILES = 33_864, 128  # at most
+LINES, FILES = 33_866, 128  # at most
 LONGEST, SHORT = 600, 60  # lines of a file; a shorter one says why in its docstring
 KINDS = ("files", "lines", "code", "imports", "docstrings", "comments", "blank")
 

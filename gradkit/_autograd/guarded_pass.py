@@ -73,7 +73,9 @@ class GuardedPass:
                 note = () if finder is None else (finder.note_copy,)
                 stack.enter_context(without_shared_memory(self.below().nodes, *note))
             grads = capture.replace(execute(stack, capture, written))
-            arrived = [None if grad is None else unbatched(grad) for grad in grads]
+            arrived = grads
+            if self.ends:  # which may be in a vmap
+                arrived = [None if grad is None else unbatched(grad) for grad in grads]
             versions = capture.versions
             if user_code_may_run():  # the pass itself may have registered the first hook
                 versions = grad_versions(self.variables, arrived, self.copied) | versions

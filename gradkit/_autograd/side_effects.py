@@ -62,8 +62,8 @@ class WrittenGrads:
                 # Threads share parameters, and so the `.grad` from which each pass starts. With a
                 # lock of its own, one could wait for a thread that waits for its modules.
                 stack.enter_context(alone())
-            for leaf in self._leaves.values():
-                stack.enter_context(_without(post_accumulate_hooks(leaf) or {}))
+            for hooks in filter(None, map(post_accumulate_hooks, self._leaves.values())):
+                stack.enter_context(_without(hooks))
             others = [leaf for key, leaf in self._leaves.items() if key not in filled]
             stack.enter_context(grads_put_back(others))
             for leaf in filled.values():
